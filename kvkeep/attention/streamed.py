@@ -1,0 +1,134 @@
+"""Attention in tiles of queries: no map over all queries and slots exists at any time.
+
+B sequences, H KV heads, G query heads per KV head, N slots, T queries, D head size.
+
+The query heads of a group are packed as rows against the slots of their KV head, so keys and values are never
+repeated.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# rows of a tile times slots: 2^22 fp32 logits a head are 16 MiB
+_TILE_LOGITS = 2**22
+
+
+def attend(
+    queries: Float[Tensor, "B HG T D"],
+    keys: Float[Tensor, "B H N D"],
+    values: Float[Tensor, "B H N Dv"],
+    positions: Int[Tensor, "B H N"],
+    query_positions: Int[Tensor, "B T"],
+    scale: float,
+    *,
+    has_empty: bool,
+) -> Float[Tensor, "B HG T Dv"]:
+    """Causal attention of the newest T tokens over slots with positions of their own per head.
+
+    Args:
+        queries: `[B, H * G, T, D]`, query heads of a group side by side.
+        positions: true position of each slot, -1 where it is empty.
+        query_positions: true position of each query, -1 for padding (whose output is finite and meaningless).
+        has_empty: whether any slot may be empty or any query padding; False takes the kernels without a mask.
+    """
+    B, HG, T, D = queries.shape
+    H, N = keys.shape[1:3]
+    if not has_empty and T == N:
+        return scaled_dot_product_attention(
+            queries, keys, values, scale=scale, is_causal=T > 1, enable_gqa=HG != H
+        )
+    if T == 1:
+        mask = (positions >= 0)[:, :, None, :] if has_empty else None
+        packed = queries.view(B, H, HG // H, D)
+        return scaled_dot_product_attention(packed, keys, values, mask, scale=scale).view(B, HG, 1, -1)
+    grouped = queries.view(B, H, HG // H, T, D)
+    tile = _tile(HG // H, N)
+    outputs = [
+        _attend_tile(rows, keys, values, _visible(positions, at), scale)
+        for rows, at in zip(grouped.split(tile, dim=3), query_positions.split(tile, dim=1), strict=True)
+    ]
+    return torch.cat(outputs, dim=3).view(B, HG, T, -1)
+
+
+class AttentionMass:
+    """Attention that slots receive from the newest queries, computed when a policy asks and then remembered."""
+
+    def __init__(
+        self,
+        queries: Float[Tensor, "B HG T D"],
+        keys: Float[Tensor, "B H N D"],
+        positions: Int[Tensor, "B H N"],
+        query_positions: Int[Tensor, "B T"],
+        scale: float,
+        *,
+        has_empty: bool,
+    ):
+        self._queries, self._keys = queries, keys
+        self._positions, self._query_positions = positions, query_positions
+        self._scale, self._has_empty = scale, has_empty
+        self._known: dict[int | None, Tensor] = {}
+
+    def received(self, last: int | None = None) -> Float[Tensor, "B H N"]:
+        """Softmax mass from the last `last` tokens (all new ones if None): mean over the group, sum over queries."""
+        if last is not None and last >= self._queries.shape[2]:
+            last = None
+        if last not in self._known:
+            self._known[last] = self._sum(*self._newest(last))
+        return self._known[last]
+
+    def _newest(self, last: int | None) -> tuple[Tensor, Tensor]:
+        """The last `last` queries that are not padding, per sequence."""
+        if last is None:
+            return self._queries, self._query_positions
+        if not self._has_empty:
+            return self._queries[:, :, -last:], self._query_positions[:, -last:]
+        # padding carries position -1 and sorts before every token
+        at, order = self._query_positions.sort(dim=1, stable=True)
+        order = order[:, None, -last:, None].expand(-1, self._queries.shape[1], -1, self._queries.shape[3])
+        return self._queries.gather(2, order), at[:, -last:]
+
+    def _sum(self, queries: Tensor, query_positions: Tensor) -> Tensor:
+        B, HG, T, D = queries.shape
+        H, N = self._keys.shape[1:3]
+        # scores stay fp32: bf16 ties make eviction depend on slot order
+        keys = self._keys.float().transpose(-1, -2)
+        if T == 1 and not self._has_empty:
+            return ((queries.view(B, H, HG // H, D).float() * self._scale) @ keys).softmax(-1).mean(2)
+        total = keys.new_zeros(B, H, N)
+        tile = _tile(HG // H, N)
+        grouped = queries.reshape(B, H, HG // H, T, D)
+        for rows, at in zip(grouped.split(tile, dim=3), query_positions.split(tile, dim=1), strict=True):
+            logits = (rows.float() * self._scale) @ keys[:, :, None]
+            logits.masked_fill_(~_visible(self._positions, at)[:, :, None], -torch.inf)
+            # padding queries give nothing
+            weights = logits.softmax(-1).mean(2) * (at >= 0)[:, None, :, None]
+            total += weights.sum(2)
+        return total
+
+
+def _visible(positions: Int[Tensor, "B H N"], query_positions: Int[Tensor, "B t"]) -> Bool[Tensor, "B H t N"]:
+    at = query_positions[:, None, :, None]
+    slots = positions[:, :, None, :]
+    # a padding query sees everything: its row must be finite and is read by nobody
+    return ((slots >= 0) & (slots <= at)) | (at < 0)
+
+
+def _attend_tile(rows: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+    B, H, G, t, D = rows.shape
+    N = keys.shape[2]
+
+    def shared(slots: Tensor) -> Tensor:
+        # the G query heads read the slots of their KV head through a stride of zero
+        return slots.reshape(B * H, 1, N, slots.shape[-1]).expand(-1, G, -1, -1)
+
+    mask = visible.reshape(B * H, 1, t, N)
+    out = scaled_dot_product_attention(
+        rows.reshape(B * H, G, t, D), shared(keys), shared(values), mask, scale=scale
+    )
+    return out.view(B, H, G, t, -1)
+
+
+def _tile(group: int, num_slots: int) -> int:
+    return max(1, _TILE_LOGITS // (group * max(1, num_slots)))

@@ -1,0 +1,453 @@
+"""One layer's slots under a policy and a budget: where tokens enter, are read, and leave.
+
+B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D head size.
+"""
+
+import math
+import warnings
+from copy import copy
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from .attention import AttentionMass, attend
+from .budget import Budget
+from .policies import Observation, Policy, Rotary
+from .selection import finite_or_recent, protected, surplus, survivors, victim
+from .slots import EMPTY, Slots
+
+ATTENTION_NAME = "kvkeep"
+
+_POSITION_BYTES = 4
+
+
+class Plan:
+    """What the layers of one cache share: settings, and the moment the whole cache is in."""
+
+    def __init__(
+        self, config: PretrainedConfig, policy: Policy, budget: Budget, num_layers: int, rotary: Rotary | None
+    ):
+        self.config, self.policy, self.budget, self.rotary = config, policy, budget, rotary
+        self.num_layers = num_layers
+        self.group = config.num_attention_heads // num_kv_heads(config)
+        # tokens each sequence will have seen once a chunked prefill is through
+        self.expected: Tensor | None = None
+        self.holding = False
+        self.ahead = False
+        self.padding_known = False
+        self._memo: tuple[Any, Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict) -> "Plan":
+        # the model's own objects stay shared: a copied config would not see the model being attached
+        return copy(self)
+
+    @property
+    def attached(self) -> bool:
+        return self.config._attn_implementation == ATTENTION_NAME
+
+    def limits(self, seen: int, lengths: Int[Tensor, " B"], costs: tuple[int, int]) -> Int[Tensor, "L B"]:
+        """Slots each layer may keep for each sequence, worked out once per forward.
+
+        Args:
+            costs: bytes of a slot and bytes that do not grow with slots, of one sequence in one layer.
+        """
+        key = (seen, costs)
+        if self._memo is None or self._memo[0] != key:
+            self._memo = (key, self._limits(lengths.cpu(), costs))
+        return self._memo[1]
+
+    def forget_limits(self) -> None:
+        self._memo = None
+
+    def _limits(self, lengths: Tensor, costs: tuple[int, int]) -> Tensor:
+        if self.budget.bytes is not None:
+            return self.budget.slots_for_bytes(
+                *costs, num_layers=self.num_layers, batch_size=lengths.shape[0]
+            )
+        if self.expected is not None:
+            lengths = torch.maximum(lengths, self.expected.to(lengths.dtype))
+        return self.budget.slots(lengths, self.num_layers)
+
+
+class KVLayer(CacheLayerMixin):
+    """One full-attention layer's slots under the plan's policy and budget."""
+
+    is_sliding = False
+
+    def __init__(self, plan: Plan, index: int, order: int):
+        super().__init__()
+        self.plan = plan
+        self.index = index
+        # place among the managed layers, where layer schedules count
+        self.order = order
+        self._clear()
+
+    def _clear(self) -> None:
+        self.slots: Slots | None = None
+        self.seen = 0
+        self.lengths: Tensor | None = None
+        self.has_empty = False
+        self.is_initialized = False
+        self._new: Tensor | None = None
+        self._costs = (0, 0)
+        # tokens that can still be taken back: nothing was evicted since they came
+        self._fresh = 0
+        self._awaited = False
+        self._held_back: Observation | None = None
+
+    # what transformers calls
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.lengths = torch.zeros(key_states.shape[0], dtype=torch.int32, device=key_states.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take new keys and values; what is returned is what attention must read."""
+        if self.plan.attached:
+            # the attention function finds its layer on the keys it is handed, without globals
+            key_states._kvkeep_layer = self  # type: ignore[attr-defined]
+            self._refuse_unread()
+            self._awaited = True
+            return key_states, value_states
+        self._check_unattached(key_states)
+        query_positions = self._append(key_states, value_states, None)
+        keys, values = self._slots.keys, self._slots.values
+        self.settle(self._observe(None, query_positions, key_states.shape[2], 0.0))
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, which is where the next position starts."""
+        self._refuse_unread()
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Slots attention will read, and the position the first of them stands for in a mask without gaps."""
+        kept = self.slots.kept if self.slots is not None else 0
+        return kept + int(query_length), self.seen - kept
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether any tokens can be taken back: exactly while nothing was evicted."""
+        return self._fresh == self.seen
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens: `-n` removes n (a positive number is the old absolute form)."""
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        if remove == 0 or self.slots is None:
+            return
+        if remove > self._fresh:
+            raise ValueError(
+                f"cannot take back {remove} tokens: layer {self.index} has evicted since, and evicted tokens do not "
+                "come back; copy the cache before the tokens you may want to undo"
+            )
+        self._take_back(remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.slots is None or self.lengths is None:
+            return
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self.slots.select(indices)
+        self.lengths = self.lengths.index_select(0, indices.to(self.lengths.device))
+        self.plan.forget_limits()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.slots is not None:
+            rows = torch.arange(self.slots.batch_size, device=self.slots.positions.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        self._clear()
+        self.plan.forget_limits()
+
+    def offload(self) -> None:
+        if self.slots is not None:
+            self.slots.to("cpu")
+
+    def prefetch(self) -> None:
+        if self.slots is not None and self.lengths is not None:
+            self.slots.to(self.lengths.device)
+
+    # what the attention function calls
+
+    def attend(
+        self,
+        queries: Float[Tensor, "B HG T D"],
+        keys: Float[Tensor, "B H T D"],
+        values: Float[Tensor, "B H T Dv"],
+        valid: Bool[Tensor, "B T"] | None,
+        scale: float,
+    ) -> Float[Tensor, "B HG T Dv"]:
+        """Append T tokens, attend over everything held, then evict down to the budget.
+
+        Args:
+            valid: False where a new token is padding; None when none is.
+        """
+        seen = self.take(queries, keys, values, valid, scale)
+        output = self.read(seen, scale)
+        self.settle(seen)
+        return output
+
+    def take(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float
+    ) -> Observation:
+        """Append T tokens and say what a policy may know now."""
+        self._awaited = False
+        query_positions = self._append(keys, values, valid)
+        return self._observe(queries, query_positions, keys.shape[2], scale)
+
+    def read(self, seen: Observation, scale: float) -> Float[Tensor, "B HG T Dv"]:
+        """Attention of the new tokens over everything held."""
+        slots = seen.slots
+        return attend(
+            seen.queries,
+            slots.keys,
+            slots.values,
+            slots.positions,
+            seen.query_positions,
+            scale,
+            has_empty=self.has_empty,
+        )
+
+    def settle(self, seen: Observation) -> None:
+        """Let the policy look, then evict down to the budget."""
+        if self.plan.budget.unlimited:
+            return
+        self.plan.policy.track(seen)
+        if not self.plan.holding:
+            self._evict_surplus(seen)
+        elif not seen.ahead:
+            self._held_back = seen
+
+    def release(self) -> None:
+        """Evict what was held back while the plan was holding."""
+        if self._held_back is not None:
+            seen, self._held_back = self._held_back, None
+            self._evict_surplus(seen)
+
+    # storage
+
+    @property
+    def _slots(self) -> Slots:
+        assert self.slots is not None
+        return self.slots
+
+    @property
+    def _side(self) -> tuple[str, ...]:
+        """Side arrays to carry: none where nothing will ever be evicted."""
+        return () if self.plan.budget.unlimited else self.plan.policy.side
+
+    @property
+    def limit(self) -> tuple[int, Tensor | None]:
+        """Slots to keep, and the number for each sequence where they differ."""
+        if self.plan.budget.unlimited:
+            return 2**62, None
+        assert self.lengths is not None
+        limits = self.plan.limits(self.seen, self.lengths, self._costs)[self.order]
+        largest, smallest = int(limits.max()), int(limits.min())
+        return largest, None if largest == smallest else limits.to(self.lengths.device)
+
+    def nbytes(self) -> dict[str, int]:
+        """Measured bytes of everything this layer holds, by array."""
+        if self.slots is None or self.lengths is None:
+            return {}
+        return {**self.slots.bytes_by_array(), "lengths": self.lengths.untyped_storage().nbytes()}
+
+    def _append(self, keys: Tensor, values: Tensor, valid: Tensor | None) -> Int[Tensor, "B T"]:
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        T = keys.shape[2]
+        self._costs = slot_costs(
+            keys.shape[1],
+            self.plan.group,
+            keys.shape[3],
+            values.shape[3],
+            keys.element_size(),
+            self.plan.policy,
+        )
+        query_positions = self._advance(T, valid)
+        positions = query_positions[:, None].expand(-1, keys.shape[1], -1)
+        self._new = None
+        limit, _ = self.limit
+        if self.slots is None:
+            self.slots = self._first(keys, values, positions, limit)
+        elif T == 1 and self.slots.holes is not None:
+            self._new = self.slots.fill(keys, values, positions)
+        else:
+            if self.slots.holes is not None:
+                self._close_hole()
+            self.slots.append(keys, values, positions, room=self._room(T, limit))
+        self._fresh += T
+        return query_positions
+
+    def _first(self, keys: Tensor, values: Tensor, positions: Tensor, limit: int) -> Slots:
+        policy = self.plan.policy
+        shapes = (
+            policy.streams(keys.shape[1], self.plan.group, keys.shape[3])
+            if not self.plan.budget.unlimited
+            else {}
+        )
+        streams = {
+            name: keys.new_zeros(keys.shape[0], *shape, dtype=torch.float32) for name, shape in shapes.items()
+        }
+        side = {name: keys.new_zeros(positions.shape, dtype=torch.float32) for name in self._side}
+        if positions.shape[-1] > limit:
+            # the prompt's own tensors serve until the survivors are copied out
+            return Slots(keys, values, positions, side, streams)
+        none = slice(0, 0)
+        start = {name: array[:, :, none] for name, array in side.items()}
+        slots = Slots(keys[:, :, none], values[:, :, none], positions[:, :, none], start, streams)
+        slots.append(keys, values, positions, room=self._room(positions.shape[-1], limit))
+        return slots
+
+    def _room(self, num_new: int, limit: int) -> int:
+        """Slots to allocate ahead: an eighth more while growing freely, never past what the budget can use."""
+        needed = (self.slots.length if self.slots is not None else 0) + num_new
+        growing = self.plan.budget.share is not None
+        most = limit + 1 + (limit // 64 if growing else 0)
+        return max(0, min(64 + needed // 8, most - needed))
+
+    def _advance(self, num_new: int, valid: Tensor | None) -> Int[Tensor, "B T"]:
+        """True positions of T new tokens, -1 for padding; moves the counters."""
+        assert self.lengths is not None
+        self.seen += num_new
+        if valid is None:
+            steps = torch.arange(num_new, dtype=torch.int32, device=self.lengths.device)
+            positions = self.lengths[:, None] + steps
+            self.lengths = self.lengths + num_new
+            return positions
+        self.has_empty = self.has_empty or not bool(valid.all())
+        counts = valid.int().cumsum(1, dtype=torch.int32)
+        positions = (self.lengths[:, None] + counts - 1).masked_fill(~valid, EMPTY)
+        self.lengths = self.lengths + counts[:, -1]
+        return positions
+
+    def _close_hole(self) -> None:
+        """Put the slots in order of position again, without the hole, before several tokens follow."""
+        order = self._slots.positions.argsort(dim=-1, stable=True)
+        self._slots.keep(order[..., 1:])
+
+    def _take_back(self, remove: int) -> None:
+        assert self.lengths is not None
+        slots = self._slots
+        dropped = slots.positions[:, 0, slots.length - remove :]
+        self.lengths = self.lengths - (dropped != EMPTY).sum(-1).to(self.lengths.dtype)
+        slots.truncate(slots.length - remove)
+        self.seen -= remove
+        self._fresh -= remove
+        self.plan.forget_limits()
+
+    # eviction
+
+    def _observe(
+        self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float
+    ) -> Observation:
+        slots = self._slots
+        attention = None
+        if queries is not None:
+            attention = AttentionMass(
+                queries, slots.keys, slots.positions, query_positions, scale, has_empty=self.has_empty
+            )
+        assert self.lengths is not None
+        return Observation(
+            slots=slots,
+            new=self._new,
+            num_new=num_new,
+            lengths=self.lengths,
+            layer=self.index,
+            attention=attention,
+            queries=queries,
+            query_positions=query_positions,
+            rotary=self.plan.rotary,
+            ahead=self.plan.ahead,
+        )
+
+    def _evict_surplus(self, seen: Observation) -> None:
+        slots = self._slots
+        limit, rows = self.limit
+        if slots.length <= limit and rows is None:
+            return
+        over = None
+        if rows is not None:
+            self.has_empty = True
+            over = slots.occupied[:, 0].sum(-1) > rows
+            if not bool(over.any()):
+                return
+        self._fresh = 0
+        score = self._score(seen)
+        budget = self.plan.budget
+        guarded = protected(slots.positions, seen.lengths, sinks=budget.sinks, recent=budget.recent)
+        if seen.num_new == 1 and slots.length <= limit + 1:
+            slot = victim(score, slots.positions, guarded)
+            slots.clear(slot, None if over is None else over[:, None])
+            return
+        index = survivors(score, slots.positions, guarded, min(limit, slots.length))
+        blank = None
+        if rows is not None:
+            blank = surplus(score, slots.positions, guarded, rows).gather(2, index)
+        slots.keep(index, blank, holes=1)
+
+    def _score(self, seen: Observation) -> Float[Tensor, "B H N"]:
+        score, fell_back = finite_or_recent(self.plan.policy.score(seen).float(), seen.slots.positions)
+        if fell_back:
+            warnings.warn(
+                f"policy {type(self.plan.policy).__name__} gave NaN in layer {self.index} (are there NaN keys or "
+                "values?); the heads concerned keep their most recent tokens instead",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return score
+
+    # refusals
+
+    def _refuse_unread(self) -> None:
+        if self._awaited:
+            raise RuntimeError(
+                f"layer {self.index} got new tokens but its attention did not run: the model was detached, or its "
+                "attention does not go through transformers' AttentionInterface; use a fresh cache"
+            )
+
+    def _check_unattached(self, keys: Tensor) -> None:
+        name = type(self.plan.policy).__name__
+        if "queries" in self.plan.policy.needs and not self.plan.budget.unlimited:
+            raise RuntimeError(
+                f"policy {name} reads the model's queries: call kvkeep.attach(model) first, or use "
+                "kvkeep.generate, which does"
+            )
+        if keys.shape[0] > 1 and not self.plan.padding_known:
+            raise RuntimeError(
+                f"a batch of {keys.shape[0]} may hold padding, which this cache cannot see on a model that is not "
+                "attached: call kvkeep.attach(model) first, or use kvkeep.generate, which does"
+            )
+        if keys.shape[2] > 1 and self.plan.budget.schedule != "uniform" and self.slots is not None:
+            if self.slots.kept != self.seen:
+                raise RuntimeError(
+                    "layers of different lengths cannot share one mask: call kvkeep.attach(model) first, or use "
+                    "kvkeep.generate, which does"
+                )
+
+
+def slot_costs(
+    heads: int, group: int, key_size: int, value_size: int, element: int, policy: Policy
+) -> tuple[int, int]:
+    """Bytes of one slot (all KV heads), and bytes that do not grow with slots, of one sequence in one layer."""
+    slot = heads * ((key_size + value_size) * element + _POSITION_BYTES + 4 * len(policy.side))
+    streams = sum(4 * math.prod(shape) for shape in policy.streams(heads, group, key_size).values())
+    # beside the policy's own streams: the hole of each head and the sequence's length
+    return slot, streams + 8 * heads + _POSITION_BYTES
+
+
+def num_kv_heads(config: PretrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,0 +1,54 @@
+"""Policies: how much each cached token is worth. The budget says how many stay; the cache evicts.
+
+B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D head size.
+"""
+
+from .base import Observation, Policy, Rotary
+from .baselines import (
+    H2O,
+    ExpectedAttention,
+    KeyDiff,
+    KNorm,
+    LagKV,
+    Oracle,
+    PyramidKV,
+    Random,
+    SnapKV,
+    Streaming,
+    Tova,
+)
+from ..names import nearest
+
+POLICIES: dict[str, type[Policy]] = {
+    "random": Random,
+    "streaming": Streaming,
+    "knorm": KNorm,
+    "keydiff": KeyDiff,
+    "lagkv": LagKV,
+    "tova": Tova,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "expected_attention": ExpectedAttention,
+    "oracle": Oracle,
+}
+
+
+def make_policy(policy: "str | Policy", **options) -> Policy:
+    """A policy from its name and options, or the given one.
+
+    Raises:
+        ValueError: for an unknown name, with the near ones.
+    """
+    if isinstance(policy, Policy):
+        if options:
+            raise ValueError(
+                f"options {sorted(options)} go with a policy's name; {policy} already has its own"
+            )
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")
+    return POLICIES[policy](**options)
+
+
+__all__ = ["POLICIES", "Observation", "Policy", "Rotary", "make_policy"]

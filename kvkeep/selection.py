@@ -1,0 +1,73 @@
+"""Which slots survive: the policy says worth, the budget says how many, this module says which.
+
+B sequences, H KV heads, N slots, M survivors.
+
+Protected slots are marked by index and win by being infinite among clamped finite worths; empty slots go first;
+equal worths keep the newest token.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .slots import EMPTY
+
+
+def protected(
+    positions: Int[Tensor, "B H N"], lengths: Int[Tensor, " B"], *, sinks: int, recent: int
+) -> Bool[Tensor, "B H N"]:
+    """The first `sinks` and last `recent` tokens of each sequence that has seen `lengths` tokens."""
+    first_recent = (lengths - recent)[:, None, None]
+    return (positions != EMPTY) & ((positions < sinks) | (positions >= first_recent))
+
+
+def survivors(
+    score: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], guarded: Bool[Tensor, "B H N"], count: int
+) -> Int[Tensor, "B H M"]:
+    """Indices of the `count` slots of greatest worth, in ascending slot order.
+
+    Slots must stand in order of position, so that of equal worths the newest survives.
+    """
+    ranked = _by_worth(score, positions, guarded)[..., :count]
+    return ranked.sort(-1).values
+
+
+def surplus(
+    score: Float[Tensor, "B H N"],
+    positions: Int[Tensor, "B H N"],
+    guarded: Bool[Tensor, "B H N"],
+    count: Int[Tensor, " B"],
+) -> Bool[Tensor, "B H N"]:
+    """Marks the slots of each sequence that are not among its `count` of greatest worth."""
+    ranked = _by_worth(score, positions, guarded)
+    beyond = torch.arange(score.shape[-1], device=score.device) >= count[:, None, None]
+    return torch.zeros_like(guarded).scatter_(-1, ranked, beyond.expand_as(ranked))
+
+
+def victim(
+    score: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], guarded: Bool[Tensor, "B H N"]
+) -> Int[Tensor, "B H"]:
+    """The slot of least worth of each head: an empty one if there is any, else of equal worths the oldest."""
+    worth = _worth(score, positions, guarded)
+    tied = worth == worth.amin(-1, keepdim=True)
+    return positions.masked_fill(~tied, torch.iinfo(positions.dtype).max).argmin(-1)
+
+
+def finite_or_recent(score: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"]) -> tuple[Tensor, bool]:
+    """Replace the worth of heads that hold a NaN by recency; says whether any head did."""
+    broken = (score.isnan() & (positions != EMPTY)).any(-1, keepdim=True)
+    if not bool(broken.any()):
+        return score, False
+    return torch.where(broken, positions.to(score.dtype), score), True
+
+
+def _worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
+    largest = torch.finfo(score.dtype).max
+    worth = score.clamp(-largest, largest).masked_fill(guarded, torch.inf)
+    return worth.masked_fill(positions == EMPTY, -torch.inf)
+
+
+def _by_worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
+    # a stable sort of the flipped array puts the newest of equal worths first
+    worth = _worth(score, positions, guarded).flip(-1)
+    return score.shape[-1] - 1 - torch.sort(worth, dim=-1, descending=True, stable=True).indices

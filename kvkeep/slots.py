@@ -1,0 +1,186 @@
+"""Slots: the keys and values one layer keeps, with the true position of each.
+
+B sequences, H KV heads, N slots, T new tokens, D head size.
+
+Every KV head has the same number of slots but may hold different tokens. A slot whose position is -1 is empty.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+EMPTY = -1
+
+
+class Slots:
+    """Keys and values `[B, H, N, D]`, positions `[B, H, N]` and named side arrays `[B, H, N]`, all moved together.
+
+    `streams` are arrays `[B, ...]` that belong to a sequence, not to a slot; they follow the sequences. The arrays may have room for more slots than are in use; `length` is N. After an eviction in place, `holes`
+    `[B, H]` names the empty slot of each head that the next token takes.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        side: dict[str, Tensor] | None = None,
+        streams: dict[str, Tensor] | None = None,
+    ):
+        self._arrays = {"keys": keys, "values": values, "positions": positions, **(side or {})}
+        self.streams = streams or {}
+        self.length = positions.shape[-1]
+        self.holes: Tensor | None = None
+
+    @property
+    def keys(self) -> Float[Tensor, "B H N D"]:
+        return self._arrays["keys"][:, :, : self.length]
+
+    @property
+    def values(self) -> Float[Tensor, "B H N Dv"]:
+        return self._arrays["values"][:, :, : self.length]
+
+    @property
+    def positions(self) -> Int[Tensor, "B H N"]:
+        return self._arrays["positions"][:, :, : self.length]
+
+    @property
+    def side_names(self) -> tuple[str, ...]:
+        return tuple(name for name in self._arrays if name not in ("keys", "values", "positions"))
+
+    def side(self, name: str) -> Float[Tensor, "B H N"]:
+        """The side array `name`, as a view that may be written."""
+        return self._arrays[name][:, :, : self.length]
+
+    @property
+    def occupied(self) -> Bool[Tensor, "B H N"]:
+        return self.positions != EMPTY
+
+    @property
+    def batch_size(self) -> int:
+        return self._arrays["positions"].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self._arrays["positions"].shape[-1]
+
+    @property
+    def kept(self) -> int:
+        """Slots in use, without the hole that waits for the next token."""
+        return self.length - (self.holes is not None)
+
+    def bytes_by_array(self) -> dict[str, int]:
+        """Measured bytes of each array's storage, unused room included."""
+        held = {**self._arrays, **self.streams}
+        if self.holes is not None:
+            held["holes"] = self.holes
+        return {name: array.untyped_storage().nbytes() for name, array in held.items()}
+
+    def append(self, keys: Tensor, values: Tensor, positions: Int[Tensor, "B H T"], *, room: int = 0) -> None:
+        """Write T new tokens behind the slots in use.
+
+        Args:
+            keys, values: `[B, H, T, D]`.
+            positions: true positions, -1 for padding.
+            room: slots to allocate beyond what is needed if the arrays must grow.
+        """
+        start, stop = self.length, self.length + positions.shape[-1]
+        if stop > self.capacity:
+            self._grow(stop + room)
+        self.length = stop
+        self._arrays["keys"][:, :, start:stop] = keys
+        self._arrays["values"][:, :, start:stop] = values
+        self._arrays["positions"][:, :, start:stop] = positions
+        for name in self.side_names:
+            self._arrays[name][:, :, start:stop] = 0
+
+    def fill(self, keys: Tensor, values: Tensor, positions: Int[Tensor, "B H 1"]) -> Int[Tensor, "B H 1"]:
+        """Write one token a head into its hole, in place; returns the slot index of each."""
+        assert self.holes is not None, "fill needs a hole in every head"
+        index = self.holes[..., None]
+        self.holes = None
+        for name, new in (("keys", keys), ("values", values)):
+            self._arrays[name].scatter_(2, index[..., None].expand_as(new), new)
+        self._arrays["positions"].scatter_(2, index, positions)
+        for name in self.side_names:
+            self._arrays[name].scatter_(2, index, 0.0)
+        return index
+
+    def keep(
+        self, index: Int[Tensor, "B H M"], blank: Bool[Tensor, "B H M"] | None = None, *, holes: int = 0
+    ) -> None:
+        """Keep only the slots `index`, in that order, in fresh storage; the old storage is released.
+
+        Args:
+            index: slots to keep.
+            blank: survivors to empty all the same (rows that may hold fewer than M).
+            holes: 0, or 1 to put one empty slot before the survivors for the next token.
+        """
+        positions = self.positions.gather(2, index)
+        if blank is not None:
+            positions = positions.masked_fill(blank, EMPTY)
+        self._arrays = {
+            name: _with_front(self._gather(name, index) if name != "positions" else positions, holes)
+            for name in self._arrays
+        }
+        self.length = index.shape[-1] + holes
+        self.holes = self._last_empty() if holes else None
+
+    def clear(self, index: Int[Tensor, "B H"], where: Bool[Tensor, "B 1"] | None = None) -> None:
+        """Empty one slot a head in place (only in rows `where`) and make it the hole for the next token."""
+        emptied = index[..., None]
+        if where is not None:
+            old = self.positions.gather(2, emptied)
+            self._arrays["positions"].scatter_(2, emptied, old.masked_fill(where[..., None], EMPTY))
+            holes = self._last_empty()
+            self.holes = holes if bool((holes >= 0).all()) else None
+        else:
+            self._arrays["positions"].scatter_(2, emptied, EMPTY)
+            self.holes = index
+
+    def truncate(self, length: int) -> None:
+        """Take back the slots behind `length`. Only exact while nothing was evicted since they were appended."""
+        assert self.holes is None and length <= self.length
+        self.length = length
+
+    def select(self, rows: Int[Tensor, " R"]) -> None:
+        """Keep the sequences `rows`, in that order (beam search, batch selection)."""
+        self._move(lambda array: array.index_select(0, rows.to(array.device)))
+
+    def to(self, device: torch.device | str) -> None:
+        self._move(lambda array: array.to(device, non_blocking=True))
+
+    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Apply `move` to everything there is."""
+        self._arrays = {name: move(array) for name, array in self._arrays.items()}
+        self.streams = {name: move(stream) for name, stream in self.streams.items()}
+        self.holes = None if self.holes is None else move(self.holes)
+
+    def _gather(self, name: str, index: Tensor) -> Tensor:
+        array = self._arrays[name][:, :, : self.length]
+        if array.ndim == 4:
+            index = index[..., None].expand(-1, -1, -1, array.shape[-1])
+        return array.gather(2, index)
+
+    def _grow(self, capacity: int) -> None:
+        for name, array in self._arrays.items():
+            grown = array.new_empty(*array.shape[:2], capacity, *array.shape[3:])
+            grown[:, :, : self.length] = array[:, :, : self.length]
+            self._arrays[name] = grown
+
+    def _last_empty(self) -> Int[Tensor, "B H"]:
+        """The last empty slot of each head, -1 where there is none."""
+        order = torch.arange(self.length, device=self.positions.device)
+        return torch.where(self.occupied, -1, order).amax(-1)
+
+
+def _with_front(array: Tensor, holes: int) -> Tensor:
+    """`array` in storage of its own, with `holes` empty slots before it."""
+    if not holes:
+        return array
+    front = array.new_zeros(*array.shape[:2], holes, *array.shape[3:])
+    if not array.is_floating_point():
+        front.fill_(EMPTY)
+    return torch.cat([front, array], dim=2)
