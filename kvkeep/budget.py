@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -45,9 +45,7 @@ class Budget:
         if sum(limit is not None for limit in (self.tokens, self.share, self.bytes)) > 1:
             raise ValueError(f"a budget is one of tokens, share or bytes, got several: {self}")
         if self.sinks < 0 or self.recent < 0:
-            raise ValueError(
-                f"sinks and recent cannot be negative, got sinks={self.sinks}, recent={self.recent}"
-            )
+            raise ValueError(f"sinks and recent cannot be negative, got sinks={self.sinks}, recent={self.recent}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
         if self.tokens is not None and self.tokens < self.floor:
@@ -56,16 +54,12 @@ class Budget:
                 f"the smallest possible is {self.floor}, or lower sinks= and recent="
             )
         if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(
-                f"a share must lie in (0, 1], got {self.share}; tokens are given as a whole number"
-            )
+            raise ValueError(f"a share must lie in (0, 1], got {self.share}; tokens are given as a whole number")
         if self.bytes is not None and self.bytes <= 0:
-            raise ValueError(
-                f"a budget of {self.bytes} bytes holds nothing; give a positive size such as '64MiB'"
-            )
+            raise ValueError(f"a budget of {self.bytes} bytes holds nothing; give a positive size such as '64MiB'")
 
     @classmethod
-    def parse(cls, value: "Budget | int | float | str | None", **options) -> "Budget":
+    def parse(cls, value: "Budget | int | float | str | None", **options: Any) -> "Budget":
         """A Budget from what a user writes.
 
         >>> Budget.parse("25%").share, Budget.parse(512).tokens, Budget.parse("1.5KiB").bytes
@@ -146,7 +140,7 @@ class Budget:
         return torch.floor(highest - (highest - lowest) * fall).to(mean.dtype).clamp(min=self.floor)
 
 
-def _parse_text(text: str) -> dict[str, int | float]:
+def _parse_text(text: str) -> dict[str, Any]:
     compact = text.strip().replace(" ", "").replace("_", "")
     number = re.fullmatch(r"(\d+(?:\.\d+)?)(%|[A-Za-z]+)?", compact)
     if number is None:
@@ -157,7 +151,5 @@ def _parse_text(text: str) -> dict[str, int | float]:
     if unit in _UNITS:
         return {"bytes": int(amount * _UNITS[unit])}
     if unit:
-        raise ValueError(
-            f"unknown unit {number[2]!r} in the budget {text!r}; use %, or one of KB MB GB KiB MiB GiB"
-        )
+        raise ValueError(f"unknown unit {number[2]!r} in the budget {text!r}; use %, or one of KB MB GB KiB MiB GiB")
     return {"share": amount} if "." in compact else {"tokens": int(compact)}

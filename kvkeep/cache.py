@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from .budget import Budget
 from .cache_report import CacheReport, LayerReport
-from .layer import KVLayer, Plan, num_kv_heads, slot_costs
+from .layer import Costs, KVLayer, Plan, num_kv_heads, slot_costs
 from .policies import Policy, Rotary, make_policy
 
 _MANAGED = "full_attention"
@@ -92,17 +92,13 @@ class KVCache(Cache):
         fork.layers = [deepcopy(layer, memo) for layer in self.layers]
         return fork
 
-    def crop(self, tokens_to_remove: int) -> None:
-        for layer in self.layers:
-            layer.crop(tokens_to_remove)
-
     def report(self) -> CacheReport:
         """Tokens seen and kept and measured bytes of every managed layer; printing it gives a table."""
         layers = [
             LayerReport(layer.index, layer.seen, layer.slots.kept if layer.slots else 0, layer.nbytes())
             for layer in self.managed
         ]
-        others = sum(_storage_bytes(layer) for layer in self.layers if not isinstance(layer, KVLayer))
+        others = sum(_storage_bytes(layer) for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer))
         return CacheReport(type(self.policy).__name__, str(self.budget), layers, others)
 
     def __repr__(self) -> str:
@@ -118,8 +114,8 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
     for index, kind in enumerate(types):
         if kind not in (_MANAGED, _SLIDING):
             raise ValueError(
-                f"{config.model_type}: layer {index} is of type {kind!r}; kvkeep manages {_MANAGED!r} layers and leaves "
-                f"{_SLIDING!r} layers alone, other caches cannot be evicted safely"
+                f"{config.model_type}: layer {index} is of type {kind!r}; kvkeep manages {_MANAGED!r} layers and "
+                f"leaves {_SLIDING!r} layers alone, other caches cannot be evicted safely"
             )
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
         raise ValueError(
@@ -128,28 +124,27 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
         )
     if _MANAGED not in types:
         raise ValueError(
-            f"{config.model_type}: every layer is of type {_SLIDING!r}, which is bounded already; there is nothing to evict"
+            f"{config.model_type}: every layer is of type {_SLIDING!r}, which is bounded already; there is nothing "
+            "to evict"
         )
     return list(types)
 
 
-def _config_costs(config: PretrainedConfig, policy: Policy) -> tuple[int, int]:
+def _config_costs(config: PretrainedConfig, policy: Policy) -> Costs:
     heads = num_kv_heads(config)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    element = (config.dtype or torch.float32).itemsize
-    return slot_costs(heads, config.num_attention_heads // heads, size, size, element, policy)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return slot_costs(heads, config.num_attention_heads // heads, size, size, dtype.itemsize, policy)
 
 
-def _storage_bytes(layer: CacheLayerMixin) -> int:
+def _storage_bytes(layer: DynamicSlidingWindowLayer) -> int:
     return sum(t.untyped_storage().nbytes() for t in (layer.keys, layer.values) if t is not None)
 
 
 def _rotary(model: PreTrainedModel | PretrainedConfig) -> Rotary:
     """The rotation of the model's full-attention layers, as a function of positions."""
     modules = (
-        []
-        if isinstance(model, PretrainedConfig)
-        else [m for n, m in model.named_modules() if n.endswith("rotary_emb")]
+        [] if isinstance(model, PretrainedConfig) else [m for n, m in model.named_modules() if n.endswith("rotary_emb")]
     )
     if not modules:
         raise ValueError(
@@ -165,9 +160,7 @@ def _rotary(model: PreTrainedModel | PretrainedConfig) -> Rotary:
         cos, sin = module(like, positions, **by_type)
         half = cos.shape[-1] // 2
         if not torch.equal(cos[..., :half], cos[..., half:]):
-            raise ValueError(
-                f"{type(module).__name__} interleaves its rotated dimensions, which is not supported here"
-            )
+            raise ValueError(f"{type(module).__name__} interleaves its rotated dimensions, which is not supported here")
         return cos, sin
 
     return rotate

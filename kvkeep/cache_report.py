@@ -61,9 +61,8 @@ class CacheReport:
         return capture.get().rstrip()
 
     def __rich__(self) -> RenderableType:
-        table = Table(
-            title=f"{self.policy}, budget {self.budget}: {self.kept:g} of {self.seen} tokens, {self.bytes / _MIB:.2f} MiB"
-        )
+        size = f"{self.bytes / _MIB:.2f} MiB"
+        table = Table(title=f"{self.policy}, budget {self.budget}: {self.kept:g} of {self.seen} tokens, {size}")
         for heading in ("layer", "seen", "kept", "keys + values MiB", "side arrays MiB"):
             table.add_column(heading, justify="right")
         for layer in self.layers:

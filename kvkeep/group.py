@@ -29,7 +29,7 @@ class CacheGroup(Cache):
         self.members = list(members)
         super().__init__(
             layers=[
-                _GroupLayer([member.layers[index] for member in self.members], self.members[0].plan)
+                _GroupLayer([member.layers[index] for member in self.members], self.members[0].plan)  # type: ignore[misc]
                 if isinstance(layer, KVLayer)
                 else layer
                 for index, layer in enumerate(self.members[0].layers)
@@ -48,17 +48,13 @@ class _GroupLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError("members initialize themselves")
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.plan.attached:
             raise RuntimeError("a CacheGroup needs kvkeep.attach(model)")
         key_states._kvkeep_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
 
-    def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float
-    ) -> Tensor:
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         if keys.shape[0] == 1:
             return self._attend_shared(queries, keys, values, valid, scale)
         rows = zip(queries.split(1), keys.split(1), values.split(1), strict=True)

@@ -6,7 +6,7 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 import math
 import warnings
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,11 +18,12 @@ from .attention import AttentionMass, attend
 from .budget import Budget
 from .policies import Observation, Policy, Rotary
 from .selection import finite_or_recent, protected, surplus, survivors, victim
-from .slots import EMPTY, Slots
+from .slots import EMPTY, Slots, Snapshot
 
 ATTENTION_NAME = "kvkeep"
 
 _POSITION_BYTES = 4
+_EVERYTHING = 2**62
 
 
 class Plan:
@@ -38,8 +39,8 @@ class Plan:
         self.expected: Tensor | None = None
         self.holding = False
         self.ahead = False
-        self.padding_known = False
-        self._memo: tuple[Any, Tensor] | None = None
+        self._memo: tuple[int, list[tuple[int, Tensor | None]]] | None = None
+        self._unlimited: list[tuple[int, Tensor | None]] = [(_EVERYTHING, None)] * num_layers
 
     def __deepcopy__(self, memo: dict) -> "Plan":
         # the model's own objects stay shared: a copied config would not see the model being attached
@@ -49,28 +50,43 @@ class Plan:
     def attached(self) -> bool:
         return self.config._attn_implementation == ATTENTION_NAME
 
-    def limits(self, seen: int, lengths: Int[Tensor, " B"], costs: tuple[int, int]) -> Int[Tensor, "L B"]:
-        """Slots each layer may keep for each sequence, worked out once per forward.
-
-        Args:
-            costs: bytes of a slot and bytes that do not grow with slots, of one sequence in one layer.
-        """
-        key = (seen, costs)
-        if self._memo is None or self._memo[0] != key:
-            self._memo = (key, self._limits(lengths.cpu(), costs))
+    def limits(self, seen: int, lengths: Int[Tensor, " B"], costs: "Costs") -> list[tuple[int, Tensor | None]]:
+        """For each layer the slots to keep, and the number for each sequence where they differ; once per forward."""
+        if self.budget.unlimited:
+            return self._unlimited
+        if self._memo is None or self._memo[0] != seen:
+            limits = self._limits(lengths, costs)
+            rows = limits.to(lengths.device)
+            uniform = limits.amin(1) == limits.amax(1)
+            self._memo = (
+                seen,
+                [
+                    (most, None if same else rows[order])
+                    for order, (most, same) in enumerate(zip(limits.amax(1).tolist(), uniform.tolist(), strict=True))
+                ],
+            )
         return self._memo[1]
 
     def forget_limits(self) -> None:
         self._memo = None
 
-    def _limits(self, lengths: Tensor, costs: tuple[int, int]) -> Tensor:
+    def _limits(self, lengths: Tensor, costs: "Costs") -> Int[Tensor, "L B"]:
         if self.budget.bytes is not None:
             return self.budget.slots_for_bytes(
-                *costs, num_layers=self.num_layers, batch_size=lengths.shape[0]
+                costs.slot, costs.fixed, num_layers=self.num_layers, batch_size=lengths.shape[0]
             )
+        lengths = lengths.cpu()
         if self.expected is not None:
             lengths = torch.maximum(lengths, self.expected.to(lengths.dtype))
         return self.budget.slots(lengths, self.num_layers)
+
+
+class _Undo(NamedTuple):
+    """A layer before one draft token."""
+
+    snapshot: Snapshot
+    lengths: Tensor
+    fresh: int
 
 
 class KVLayer(CacheLayerMixin):
@@ -93,11 +109,14 @@ class KVLayer(CacheLayerMixin):
         self.has_empty = False
         self.is_initialized = False
         self._new: Tensor | None = None
-        self._costs = (0, 0)
+        self._costs: Costs | None = None
         # tokens that can still be taken back: nothing was evicted since they came
         self._fresh = 0
         self._awaited = False
         self._held_back: Observation | None = None
+        # while drafts are tried: what each new token changed, oldest first
+        self.record_past = False
+        self._undo: list[_Undo] = []
 
     # what transformers calls
 
@@ -105,9 +124,7 @@ class KVLayer(CacheLayerMixin):
         self.lengths = torch.zeros(key_states.shape[0], dtype=torch.int32, device=key_states.device)
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new keys and values; what is returned is what attention must read."""
         if self.plan.attached:
             # the attention function finds its layer on the keys it is handed, without globals
@@ -136,13 +153,37 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether any tokens can be taken back: exactly while nothing was evicted."""
-        return self._fresh == self.seen
+        """Whether any tokens can be taken back: while nothing was evicted, or drafts are being recorded."""
+        return self._fresh == self.seen or self.record_past
+
+    def activate_past_recording(self) -> None:
+        """Be ready to take drafts back exactly, evictions included, until `stop_recording`.
+
+        Raises:
+            ValueError: where the end of the prompt is not known, so that what greedy decoding would have evicted
+                cannot be told.
+        """
+        if self.plan.budget.unlimited:
+            return
+        if self.plan.expected is None:
+            raise ValueError(
+                "drafts and eviction are only exact when the end of the prompt is known: use kvkeep.generate(...) "
+                "in place of model.generate for prompt-lookup and assisted decoding"
+            )
+        self.record_past = True
+
+    def stop_recording(self) -> None:
+        self.record_past = False
+        self._undo.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest tokens: `-n` removes n (a positive number is the old absolute form)."""
         remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        undo, self._undo = self._undo, []
         if remove == 0 or self.slots is None:
+            return
+        if 0 < remove <= len(undo):
+            self._restore(remove, undo[-remove])
             return
         if remove > self._fresh:
             raise ValueError(
@@ -195,14 +236,16 @@ class KVLayer(CacheLayerMixin):
         Args:
             valid: False where a new token is padding; None when none is.
         """
+        if self.record_past and keys.shape[2] > 1:
+            return self._attend_drafts(queries, keys, values, valid, scale)
+        if self.record_past:
+            self._record()
         seen = self.take(queries, keys, values, valid, scale)
         output = self.read(seen, scale)
         self.settle(seen)
         return output
 
-    def take(
-        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float
-    ) -> Observation:
+    def take(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Observation:
         """Append T tokens and say what a policy may know now."""
         self._awaited = False
         query_positions = self._append(keys, values, valid)
@@ -211,6 +254,7 @@ class KVLayer(CacheLayerMixin):
     def read(self, seen: Observation, scale: float) -> Float[Tensor, "B HG T Dv"]:
         """Attention of the new tokens over everything held."""
         slots = seen.slots
+        assert seen.queries is not None and seen.query_positions is not None
         return attend(
             seen.queries,
             slots.keys,
@@ -237,6 +281,37 @@ class KVLayer(CacheLayerMixin):
             seen, self._held_back = self._held_back, None
             self._evict_surplus(seen)
 
+    # drafts
+
+    def _attend_drafts(
+        self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float
+    ) -> Tensor:
+        """The prompt in one piece, then token by token as greedy decoding would have gone."""
+        assert self.plan.expected is not None
+        prompt = max(0, int(self.plan.expected[0]) - self.seen)
+        sizes = [prompt] * (prompt > 0) + [1] * (keys.shape[2] - prompt)
+        parts = zip(*(tensor.split(sizes, dim=2) for tensor in (queries, keys, values)), strict=True)
+        masks = [None] * len(sizes) if valid is None else valid.split(sizes, dim=1)
+        # a prompt is never taken back, so it is not recorded
+        self.record_past = False
+        outputs = []
+        for size, (query, key, value), mask in zip(sizes, parts, masks, strict=True):
+            if size == 1 and self.slots is not None:
+                self._record()
+            outputs.append(self.attend(query, key, value, mask, scale))
+        self.record_past = True
+        return torch.cat(outputs, dim=2)
+
+    def _record(self) -> None:
+        assert self.lengths is not None
+        self._undo.append(_Undo(self._slots.snapshot(), self.lengths, self._fresh))
+
+    def _restore(self, remove: int, undo: "_Undo") -> None:
+        self._slots.restore(undo.snapshot)
+        self.lengths, self._fresh = undo.lengths, undo.fresh
+        self.seen -= remove
+        self.plan.forget_limits()
+
     # storage
 
     @property
@@ -245,19 +320,10 @@ class KVLayer(CacheLayerMixin):
         return self.slots
 
     @property
-    def _side(self) -> tuple[str, ...]:
-        """Side arrays to carry: none where nothing will ever be evicted."""
-        return () if self.plan.budget.unlimited else self.plan.policy.side
-
-    @property
     def limit(self) -> tuple[int, Tensor | None]:
         """Slots to keep, and the number for each sequence where they differ."""
-        if self.plan.budget.unlimited:
-            return 2**62, None
-        assert self.lengths is not None
-        limits = self.plan.limits(self.seen, self.lengths, self._costs)[self.order]
-        largest, smallest = int(limits.max()), int(limits.min())
-        return largest, None if largest == smallest else limits.to(self.lengths.device)
+        assert self.lengths is not None and self._costs is not None
+        return self.plan.limits(self.seen, self.lengths, self._costs)[self.order]
 
     def nbytes(self) -> dict[str, int]:
         """Measured bytes of everything this layer holds, by array."""
@@ -269,53 +335,44 @@ class KVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         T = keys.shape[2]
-        self._costs = slot_costs(
-            keys.shape[1],
-            self.plan.group,
-            keys.shape[3],
-            values.shape[3],
-            keys.element_size(),
-            self.plan.policy,
-        )
+        # a cache is no place for gradients: they would keep every evicted token alive
+        keys, values = keys.detach(), values.detach()
         query_positions = self._advance(T, valid)
         positions = query_positions[:, None].expand(-1, keys.shape[1], -1)
         self._new = None
-        limit, _ = self.limit
         if self.slots is None:
-            self.slots = self._first(keys, values, positions, limit)
-        elif T == 1 and self.slots.holes is not None:
+            self.slots = self._first(keys, values, positions)
+        elif T == 1 and self.slots.holes is not None and not self.plan.holding:
             self._new = self.slots.fill(keys, values, positions)
         else:
             if self.slots.holes is not None:
                 self._close_hole()
-            self.slots.append(keys, values, positions, room=self._room(T, limit))
+            self.slots.append(keys, values, positions, room=self._room(T))
         self._fresh += T
         return query_positions
 
-    def _first(self, keys: Tensor, values: Tensor, positions: Tensor, limit: int) -> Slots:
+    def _first(self, keys: Tensor, values: Tensor, positions: Tensor) -> Slots:
         policy = self.plan.policy
-        shapes = (
-            policy.streams(keys.shape[1], self.plan.group, keys.shape[3])
-            if not self.plan.budget.unlimited
-            else {}
-        )
-        streams = {
-            name: keys.new_zeros(keys.shape[0], *shape, dtype=torch.float32) for name, shape in shapes.items()
-        }
-        side = {name: keys.new_zeros(positions.shape, dtype=torch.float32) for name in self._side}
-        if positions.shape[-1] > limit:
+        num_rows, H, T, D = keys.shape
+        self._costs = slot_costs(H, self.plan.group, D, values.shape[3], keys.element_size(), policy)
+        side, streams = {}, {}
+        if not self.plan.budget.unlimited:
+            with torch.inference_mode(False):
+                side = {name: keys.new_zeros(num_rows, H, T, dtype=torch.float32) for name in policy.side}
+                shapes = policy.streams(H, self.plan.group, D)
+                streams = {n: keys.new_zeros(num_rows, *s, dtype=torch.float32) for n, s in shapes.items()}
+        if self.limit[0] < T:
             # the prompt's own tensors serve until the survivors are copied out
             return Slots(keys, values, positions, side, streams)
-        none = slice(0, 0)
-        start = {name: array[:, :, none] for name, array in side.items()}
-        slots = Slots(keys[:, :, none], values[:, :, none], positions[:, :, none], start, streams)
-        slots.append(keys, values, positions, room=self._room(positions.shape[-1], limit))
+        nothing = {name: array[:, :, :0] for name, array in side.items()}
+        slots = Slots(keys[:, :, :0], values[:, :, :0], positions[:, :, :0], nothing, streams)
+        slots.append(keys, values, positions, room=self._room(T))
         return slots
 
-    def _room(self, num_new: int, limit: int) -> int:
+    def _room(self, num_new: int) -> int:
         """Slots to allocate ahead: an eighth more while growing freely, never past what the budget can use."""
         needed = (self.slots.length if self.slots is not None else 0) + num_new
-        growing = self.plan.budget.share is not None
+        limit, growing = self.limit[0], self.plan.budget.share is not None
         most = limit + 1 + (limit // 64 if growing else 0)
         return max(0, min(64 + needed // 8, most - needed))
 
@@ -351,9 +408,7 @@ class KVLayer(CacheLayerMixin):
 
     # eviction
 
-    def _observe(
-        self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float
-    ) -> Observation:
+    def _observe(self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float) -> Observation:
         slots = self._slots
         attention = None
         if queries is not None:
@@ -426,27 +481,32 @@ class KVLayer(CacheLayerMixin):
                 f"policy {name} reads the model's queries: call kvkeep.attach(model) first, or use "
                 "kvkeep.generate, which does"
             )
-        if keys.shape[0] > 1 and not self.plan.padding_known:
+        if keys.shape[0] > 1:
             raise RuntimeError(
                 f"a batch of {keys.shape[0]} may hold padding, which this cache cannot see on a model that is not "
                 "attached: call kvkeep.attach(model) first, or use kvkeep.generate, which does"
             )
-        if keys.shape[2] > 1 and self.plan.budget.schedule != "uniform" and self.slots is not None:
-            if self.slots.kept != self.seen:
-                raise RuntimeError(
-                    "layers of different lengths cannot share one mask: call kvkeep.attach(model) first, or use "
-                    "kvkeep.generate, which does"
-                )
+        evicted = self.slots is not None and self.slots.kept != self.seen
+        if evicted and keys.shape[2] > 1 and self.plan.budget.schedule != "uniform":
+            raise RuntimeError(
+                "layers of different lengths cannot share one mask: call kvkeep.attach(model) first, or use "
+                "kvkeep.generate, which does"
+            )
 
 
-def slot_costs(
-    heads: int, group: int, key_size: int, value_size: int, element: int, policy: Policy
-) -> tuple[int, int]:
+class Costs(NamedTuple):
     """Bytes of one slot (all KV heads), and bytes that do not grow with slots, of one sequence in one layer."""
-    slot = heads * ((key_size + value_size) * element + _POSITION_BYTES + 4 * len(policy.side))
+
+    slot: int
+    fixed: int
+
+
+def slot_costs(heads: int, group: int, key_size: int, value_size: int, element_size: int, policy: Policy) -> Costs:
+    """What a policy's slots cost in a layer of this shape."""
+    slot = heads * ((key_size + value_size) * element_size + _POSITION_BYTES + 4 * len(policy.side))
     streams = sum(4 * math.prod(shape) for shape in policy.streams(heads, group, key_size).values())
     # beside the policy's own streams: the hole of each head and the sequence's length
-    return slot, streams + 8 * heads + _POSITION_BYTES
+    return Costs(slot, streams + 8 * heads + _POSITION_BYTES)
 
 
 def num_kv_heads(config: PretrainedConfig) -> int:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -46,9 +47,7 @@ def attention_forward(
         mask = attention_mask
         if mask is not None and mask.ndim == 2:
             mask = _causal_mask(mask, query.shape[2], key.shape[2])
-        return sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     _refuse_unsupported(module, attention_mask, dropout, kwargs)
     valid = None if attention_mask is None else attention_mask[:, -query.shape[2] :]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -184,9 +183,7 @@ def prefill(
     """
     _check_prompt(input_ids, chunk)
     if "future" in cache.policy.needs and future is None and not cache.budget.unlimited:
-        raise ValueError(
-            f"{type(cache.policy).__name__} needs the future: pass future=, the tokens that will follow"
-        )
+        raise ValueError(f"{type(cache.policy).__name__} needs the future: pass future=, the tokens that will follow")
     mask = _full_mask(cache, input_ids, attention_mask)
     with attach(model), _expecting(cache, mask), torch.no_grad():
         if future is None:
@@ -225,9 +222,7 @@ def generate(
     cache = KVCache(model, policy=policy, budget=budget) if cache is None else cache
     fresh = cache.get_seq_length() == 0
     if fresh and "future" in cache.policy.needs and not cache.budget.unlimited:
-        raise ValueError(
-            f"{type(cache.policy).__name__} needs the future: call kvkeep.prefill(..., future=...) first"
-        )
+        raise ValueError(f"{type(cache.policy).__name__} needs the future: call kvkeep.prefill(..., future=...) first")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     elif fresh:
@@ -235,9 +230,7 @@ def generate(
     if chunk is not None:
         kwargs["prefill_chunk_size"] = chunk
     with attach(model), _expecting(cache, attention_mask):
-        return model.generate(
-            input_ids, attention_mask=attention_mask, **{cache_argument(model): cache}, **kwargs
-        )
+        return model.generate(input_ids, attention_mask=attention_mask, **{cache_argument(model): cache}, **kwargs)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -245,9 +238,7 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _forward(
-    model: PreTrainedModel, input_ids: Tensor, cache: KVCache, mask: Tensor, chunk: int | None
-) -> Any:
+def _forward(model: PreTrainedModel, input_ids: Tensor, cache: KVCache, mask: Tensor, chunk: int | None) -> Any:
     seen = mask.shape[1] - input_ids.shape[1]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = None
@@ -265,7 +256,7 @@ def _forward(
 
 @contextmanager
 def _expecting(cache: KVCache, mask: Tensor) -> Iterator[None]:
-    """A share counts the whole prompt from its first chunk on."""
+    """Where the prompt ends: a share counts all of it from its first chunk on, and drafts begin behind it."""
     cache.plan.expected = mask.sum(1).cpu()
     cache.plan.forget_limits()
     try:
@@ -273,6 +264,8 @@ def _expecting(cache: KVCache, mask: Tensor) -> Iterator[None]:
     finally:
         cache.plan.expected = None
         cache.plan.forget_limits()
+        for layer in cache.managed:
+            layer.stop_recording()
 
 
 @contextmanager
@@ -291,9 +284,10 @@ def _holding(cache: KVCache) -> Iterator[None]:
 def _looking_ahead(cache: KVCache) -> Iterator[None]:
     """Tokens read inside are shown to the policy as a look-ahead and taken back at the end."""
     seen = cache.get_seq_length()
-    sliding = [layer for layer in cache.layers if layer.is_sliding]
+    sliding = [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
     cache.plan.ahead = True
-    cache.activate_past_recording()
+    for layer in sliding:
+        layer.activate_past_recording()
     try:
         yield
     finally:
@@ -310,9 +304,9 @@ def _refuse_unsupported(module: torch.nn.Module, mask: Tensor | None, dropout: f
                 f"{type(module).__name__} uses {name!r} in its attention, which kvkeep does not support yet"
             )
     if kwargs.get("output_attentions"):
-        raise ValueError(
-            "attention maps are never built here; drop output_attentions=True or use the stock cache"
-        )
+        raise ValueError("attention maps are never built here; drop output_attentions=True or use the stock cache")
+    if module.training and torch.is_grad_enabled():
+        raise ValueError("no gradients flow through an evicting cache; call model.eval(), or train without a cache")
     if dropout:
         raise ValueError("attention dropout makes eviction meaningless; call model.eval() first")
     if mask is not None and mask.ndim != 2:
@@ -323,7 +317,7 @@ def _refuse_unsupported(module: torch.nn.Module, mask: Tensor | None, dropout: f
 
 def _causal_mask(padding: Tensor, num_queries: int, num_keys: int) -> Tensor:
     """transformers' own causal mask for a padding mask, `[B, 1, T, N]`."""
-    return sdpa_mask(
+    return sdpa_mask(  # type: ignore[return-value]
         batch_size=padding.shape[0],
         q_length=num_queries,
         kv_length=num_keys,

@@ -6,6 +6,7 @@ Every KV head has the same number of slots but may hold different tokens. A slot
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,11 +15,22 @@ from torch import Tensor
 EMPTY = -1
 
 
+class Snapshot(NamedTuple):
+    """What one appended or filled token and its eviction may change; see `Slots.snapshot`."""
+
+    length: int
+    holes: Tensor | None
+    small: dict[str, Tensor]
+    streams: dict[str, Tensor]
+    overwritten: dict[str, Tensor]
+
+
 class Slots:
     """Keys and values `[B, H, N, D]`, positions `[B, H, N]` and named side arrays `[B, H, N]`, all moved together.
 
-    `streams` are arrays `[B, ...]` that belong to a sequence, not to a slot; they follow the sequences. The arrays may have room for more slots than are in use; `length` is N. After an eviction in place, `holes`
-    `[B, H]` names the empty slot of each head that the next token takes.
+    `streams` are arrays `[B, ...]` that belong to a sequence, not to a slot; they follow the sequences. The arrays may
+    have room for more slots than are in use; `length` is N. After an eviction in place, `holes` `[B, H]` names the
+    empty slot of each head that the next token takes.
     """
 
     def __init__(
@@ -108,9 +120,7 @@ class Slots:
             self._arrays[name].scatter_(2, index, 0.0)
         return index
 
-    def keep(
-        self, index: Int[Tensor, "B H M"], blank: Bool[Tensor, "B H M"] | None = None, *, holes: int = 0
-    ) -> None:
+    def keep(self, index: Int[Tensor, "B H M"], blank: Bool[Tensor, "B H M"] | None = None, *, holes: int = 0) -> None:
         """Keep only the slots `index`, in that order, in fresh storage; the old storage is released.
 
         Args:
@@ -121,10 +131,12 @@ class Slots:
         positions = self.positions.gather(2, index)
         if blank is not None:
             positions = positions.masked_fill(blank, EMPTY)
-        self._arrays = {
-            name: _with_front(self._gather(name, index) if name != "positions" else positions, holes)
-            for name in self._arrays
-        }
+        # ordinary tensors even under inference_mode: they are written in place later, perhaps outside of it
+        with torch.inference_mode(False):
+            self._arrays = {
+                name: _with_front(self._gather(name, index) if name != "positions" else positions, holes)
+                for name in self._arrays
+            }
         self.length = index.shape[-1] + holes
         self.holes = self._last_empty() if holes else None
 
@@ -144,6 +156,26 @@ class Slots:
         """Take back the slots behind `length`. Only exact while nothing was evicted since they were appended."""
         assert self.holes is None and length <= self.length
         self.length = length
+
+    def snapshot(self) -> Snapshot:
+        """Enough to undo the next token: everything small, and the keys and values its hole still holds."""
+        small = {name: self._arrays[name][:, :, : self.length].clone() for name in ("positions", *self.side_names)}
+        overwritten = {}
+        if self.holes is not None:
+            overwritten = {name: self._gather(name, self.holes[..., None]) for name in ("keys", "values")}
+        streams = {name: stream.clone() for name, stream in self.streams.items()}
+        return Snapshot(self.length, self.holes, small, streams, overwritten)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Undo the one token that came after `snapshot` (and, going back step by step, any number)."""
+        self.length, self.holes = snapshot.length, snapshot.holes
+        for name, array in snapshot.small.items():
+            self._arrays[name][:, :, : self.length] = array
+        for name, stream in snapshot.streams.items():
+            self.streams[name].copy_(stream)
+        if self.holes is not None:
+            for name, old in snapshot.overwritten.items():
+                self._arrays[name].scatter_(2, self.holes[..., None, None].expand_as(old), old)
 
     def select(self, rows: Int[Tensor, " R"]) -> None:
         """Keep the sequences `rows`, in that order (beam search, batch selection)."""
@@ -166,7 +198,8 @@ class Slots:
 
     def _grow(self, capacity: int) -> None:
         for name, array in self._arrays.items():
-            grown = array.new_empty(*array.shape[:2], capacity, *array.shape[3:])
+            with torch.inference_mode(False):
+                grown = array.new_empty(*array.shape[:2], capacity, *array.shape[3:])
             grown[:, :, : self.length] = array[:, :, : self.length]
             self._arrays[name] = grown
 

@@ -36,9 +36,7 @@ def attend(
     B, HG, T, D = queries.shape
     H, N = keys.shape[1:3]
     if not has_empty and T == N:
-        return scaled_dot_product_attention(
-            queries, keys, values, scale=scale, is_causal=T > 1, enable_gqa=HG != H
-        )
+        return scaled_dot_product_attention(queries, keys, values, scale=scale, is_causal=T > 1, enable_gqa=HG != H)
     if T == 1:
         mask = (positions >= 0)[:, :, None, :] if has_empty else None
         packed = queries.view(B, H, HG // H, D)
@@ -124,9 +122,7 @@ def _attend_tile(rows: Tensor, keys: Tensor, values: Tensor, visible: Tensor, sc
         return slots.reshape(B * H, 1, N, slots.shape[-1]).expand(-1, G, -1, -1)
 
     mask = visible.reshape(B * H, 1, t, N)
-    out = scaled_dot_product_attention(
-        rows.reshape(B * H, G, t, D), shared(keys), shared(values), mask, scale=scale
-    )
+    out = scaled_dot_product_attention(rows.reshape(B * H, G, t, D), shared(keys), shared(values), mask, scale=scale)
     return out.view(B, H, G, t, -1)
 
 

@@ -3,6 +3,9 @@
 B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D head size.
 """
 
+from typing import Any
+
+from ..names import nearest
 from .base import Observation, Policy, Rotary
 from .baselines import (
     H2O,
@@ -17,7 +20,6 @@ from .baselines import (
     Streaming,
     Tova,
 )
-from ..names import nearest
 
 POLICIES: dict[str, type[Policy]] = {
     "random": Random,
@@ -34,7 +36,7 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def make_policy(policy: "str | Policy", **options) -> Policy:
+def make_policy(policy: "str | Policy", **options: Any) -> Policy:
     """A policy from its name and options, or the given one.
 
     Raises:
@@ -42,9 +44,7 @@ def make_policy(policy: "str | Policy", **options) -> Policy:
     """
     if isinstance(policy, Policy):
         if options:
-            raise ValueError(
-                f"options {sorted(options)} go with a policy's name; {policy} already has its own"
-            )
+            raise ValueError(f"options {sorted(options)} go with a policy's name; {policy} already has its own")
         return policy
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")

@@ -97,7 +97,7 @@ class Policy(ABC):
 
     def track(self, seen: Observation) -> None:
         """Update the side arrays after every forward, whether or not something must go. Default: nothing."""
-        return None
+        return
 
     @abstractmethod
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:

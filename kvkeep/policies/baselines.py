@@ -201,7 +201,7 @@ class ExpectedAttention(Policy):
     def _judge_all(self, seen: Observation) -> Float[Tensor, "B H N"]:
         mean, covariance = self._future_queries(seen)
         slots = seen.slots
-        B, H, N, D = slots.keys.shape
+        B, H, _, D = slots.keys.shape
         keys = slots.keys.float()[:, :, None]
         mean, covariance = mean.view(B, H, -1, 1, D), covariance.view(B, H, -1, D, D)
         logits = (keys * mean).sum(-1) / D**0.5 + ((keys @ covariance) * keys).sum(-1) / (2 * D)
@@ -216,9 +216,7 @@ class ExpectedAttention(Policy):
     def _judge_new(self, seen: Observation) -> Float[Tensor, "B H 1"]:
         keys = seen.new_keys.float()
         B, H, _, D = keys.shape
-        streams = {
-            name: stream.view(B, H, -1, stream.shape[-1]) for name, stream in seen.slots.streams.items()
-        }
+        streams = {name: stream.view(B, H, -1, stream.shape[-1]) for name, stream in seen.slots.streams.items()}
         logits = (keys * streams["mean"]).sum(-1) / D**0.5 + (keys**2 * streams["variance"]).sum(-1) / (2 * D)
         expected = (logits - streams["normaliser"][..., 0]).exp().mean(-1, keepdim=True)
         return (expected + self.epsilon) * seen.new_values.float().norm(dim=-1)
@@ -273,7 +271,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _lag_score(array: Float[Tensor, "B H N D"], part: Int[Tensor, "B H N"]) -> Float[Tensor, "B H N"]:
     """Softmax within each partition of the spread over D, after scaling by the next partition's range."""
-    B, H, N, D = array.shape
+    B, H, _, D = array.shape
     num_parts = int(part.max()) + 2
     shape, index = (B, H, num_parts, D), part[..., None].expand_as(array)
     low = array.new_full(shape, torch.inf).scatter_reduce(2, index, array, "amin")
