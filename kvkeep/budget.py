@@ -101,25 +101,26 @@ class Budget:
         """Slots each layer may keep for sequences that have seen `lengths` tokens (not for a budget in bytes)."""
         assert self.bytes is None and not self.unlimited
         if self.tokens is not None:
-            return self._spread(torch.full_like(lengths, self.tokens), num_layers)
+            return self._spread(torch.full_like(lengths, self.tokens), lengths, num_layers)
         # float64: 0.1 * 30 must round up to 3, not to 4, whatever the model's dtype
         mean = torch.ceil(lengths.double() * self.share - 1e-9).to(lengths.dtype)  # type: ignore[operator]
-        return self._spread(mean.clamp(min=self.floor), num_layers)
+        return self._spread(mean.clamp(min=self.floor), lengths, num_layers)
 
     def slots_for_bytes(
-        self, slot_bytes: int, fixed_bytes: int, *, num_layers: int, batch_size: int
+        self, lengths: Int[Tensor, " B"], num_layers: int, *, slot_bytes: int, fixed_bytes: int
     ) -> Int[Tensor, "L B"]:
         """Slots each layer may keep so that the whole cache stays within `bytes`.
 
         Args:
+            lengths: tokens seen by each of the sequences that share the bytes.
             slot_bytes: bytes of one slot in one layer of one sequence, all KV heads and side arrays included.
             fixed_bytes: bytes of one layer of one sequence that do not grow with slots.
-            batch_size: sequences that share the budget.
 
         Raises:
             ValueError: if not even sinks and recent tokens fit, with the smallest possible size.
         """
         assert self.bytes is not None
+        batch_size = lengths.shape[0]
         step, fixed = batch_size * num_layers * slot_bytes, batch_size * num_layers * fixed_bytes
         # one slot beyond the kept ones takes the next token in place, and it is memory too
         mean = (self.bytes - fixed) // step - 1
@@ -128,16 +129,18 @@ class Budget:
                 f"{self.bytes} bytes cannot hold {self.sinks} sinks and {self.recent} recent tokens of {batch_size} "
                 f"sequence(s) in {num_layers} layers; the smallest possible is {(self.floor + 1) * step + fixed} bytes"
             )
-        return self._spread(torch.full((batch_size,), mean), num_layers)
+        return self._spread(torch.full_like(lengths, mean), lengths, num_layers)
 
-    def _spread(self, mean: Int[Tensor, " B"], num_layers: int) -> Int[Tensor, "L B"]:
+    def _spread(self, mean: Int[Tensor, " B"], lengths: Int[Tensor, " B"], num_layers: int) -> Int[Tensor, "L B"]:
         if self.schedule == "uniform" or num_layers == 1:
             return mean.expand(num_layers, -1)
         lowest = (mean // _PYRAMID_STEEPNESS).clamp(min=self.floor)
         highest = 2 * mean - lowest
         fall = torch.arange(num_layers)[:, None] / (num_layers - 1)
         # rounding down keeps the sum within num_layers * mean
-        return torch.floor(highest - (highest - lowest) * fall).to(mean.dtype).clamp(min=self.floor)
+        pyramid = torch.floor(highest - (highest - lowest) * fall).to(mean.dtype).clamp(min=self.floor)
+        # while everything fits nothing goes, in any layer
+        return torch.where(lengths <= mean, mean, pyramid)
 
 
 def _parse_text(text: str) -> dict[str, Any]:

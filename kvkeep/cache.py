@@ -62,7 +62,10 @@ class KVCache(Cache):
         managed = [index for index, kind in enumerate(types) if kind == _MANAGED]
         self.plan = Plan(config, chosen, budget, len(managed), rotary)
         if budget.bytes is not None:
-            budget.slots_for_bytes(*_config_costs(config, chosen), num_layers=len(managed), batch_size=1)
+            costs = _config_costs(config, chosen)
+            budget.slots_for_bytes(
+                torch.zeros(1, dtype=torch.int32), len(managed), slot_bytes=costs.slot, fixed_bytes=costs.fixed
+            )
         super().__init__(
             layers=[
                 KVLayer(self.plan, index, managed.index(index))

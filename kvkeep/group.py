@@ -69,7 +69,7 @@ class _GroupLayer(CacheLayerMixin):
     ) -> Tensor:
         first, *others = self.layers
         seen = first.take(queries, keys, values, valid, scale)
-        output = first.read(seen, scale)
+        output = first.read(queries, seen, scale)
         for layer in others:
             theirs = layer.take(queries, keys, values, valid, scale)
             # the same prompt gives the same attention: it is worked out once for all

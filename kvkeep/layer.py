@@ -71,13 +71,13 @@ class Plan:
         self._memo = None
 
     def _limits(self, lengths: Tensor, costs: "Costs") -> Int[Tensor, "L B"]:
-        if self.budget.bytes is not None:
-            return self.budget.slots_for_bytes(
-                costs.slot, costs.fixed, num_layers=self.num_layers, batch_size=lengths.shape[0]
-            )
         lengths = lengths.cpu()
         if self.expected is not None:
             lengths = torch.maximum(lengths, self.expected.to(lengths.dtype))
+        if self.budget.bytes is not None:
+            return self.budget.slots_for_bytes(
+                lengths, self.num_layers, slot_bytes=costs.slot, fixed_bytes=costs.fixed
+            )
         return self.budget.slots(lengths, self.num_layers)
 
 
@@ -183,7 +183,7 @@ class KVLayer(CacheLayerMixin):
         if remove == 0 or self.slots is None:
             return
         if 0 < remove <= len(undo):
-            self._restore(remove, undo[-remove])
+            self._restore(undo[-remove:])
             return
         if remove > self._fresh:
             raise ValueError(
@@ -241,7 +241,7 @@ class KVLayer(CacheLayerMixin):
         if self.record_past:
             self._record()
         seen = self.take(queries, keys, values, valid, scale)
-        output = self.read(seen, scale)
+        output = self.read(queries, seen, scale)
         self.settle(seen)
         return output
 
@@ -249,14 +249,16 @@ class KVLayer(CacheLayerMixin):
         """Append T tokens and say what a policy may know now."""
         self._awaited = False
         query_positions = self._append(keys, values, valid)
-        return self._observe(queries, query_positions, keys.shape[2], scale)
+        return self._observe(queries.detach(), query_positions, keys.shape[2], scale)
 
-    def read(self, seen: Observation, scale: float) -> Float[Tensor, "B HG T Dv"]:
+    def read(
+        self, queries: Float[Tensor, "B HG T D"], seen: Observation, scale: float
+    ) -> Float[Tensor, "B HG T Dv"]:
         """Attention of the new tokens over everything held."""
         slots = seen.slots
-        assert seen.queries is not None and seen.query_positions is not None
+        assert seen.query_positions is not None
         return attend(
-            seen.queries,
+            queries,
             slots.keys,
             slots.values,
             slots.positions,
@@ -306,10 +308,11 @@ class KVLayer(CacheLayerMixin):
         assert self.lengths is not None
         self._undo.append(_Undo(self._slots.snapshot(), self.lengths, self._fresh))
 
-    def _restore(self, remove: int, undo: "_Undo") -> None:
-        self._slots.restore(undo.snapshot)
-        self.lengths, self._fresh = undo.lengths, undo.fresh
-        self.seen -= remove
+    def _restore(self, undo: list["_Undo"]) -> None:
+        for before in reversed(undo):
+            self._slots.restore(before.snapshot)
+            self.lengths, self._fresh = before.lengths, before.fresh
+        self.seen -= len(undo)
         self.plan.forget_limits()
 
     # storage
@@ -434,25 +437,29 @@ class KVLayer(CacheLayerMixin):
         limit, rows = self.limit
         if slots.length <= limit and rows is None:
             return
-        over = None
-        if rows is not None:
-            self.has_empty = True
-            over = slots.occupied[:, 0].sum(-1) > rows
-            if not bool(over.any()):
-                return
+        over = self._over(limit, rows)
+        if over is not None and not bool(over.any()):
+            return
         self._fresh = 0
         score = self._score(seen)
         budget = self.plan.budget
         guarded = protected(slots.positions, seen.lengths, sinks=budget.sinks, recent=budget.recent)
         if seen.num_new == 1 and slots.length <= limit + 1:
-            slot = victim(score, slots.positions, guarded)
-            slots.clear(slot, None if over is None else over[:, None])
+            slots.clear(victim(score, slots.positions, guarded), over)
             return
         index = survivors(score, slots.positions, guarded, min(limit, slots.length))
         blank = None
         if rows is not None:
+            self.has_empty = True
             blank = surplus(score, slots.positions, guarded, rows).gather(2, index)
         slots.keep(index, blank, holes=1)
+
+    def _over(self, limit: int, rows: Tensor | None) -> Bool[Tensor, "B 1"] | None:
+        """Which sequences hold more than they may; None when all do alike."""
+        if rows is None and not self.has_empty:
+            return None
+        held = self._slots.occupied[:, :1].sum(-1)
+        return held > (limit if rows is None else rows[:, None])
 
     def _score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         score, fell_back = finite_or_recent(self.plan.policy.score(seen).float(), seen.slots.positions)

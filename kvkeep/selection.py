@@ -47,8 +47,8 @@ def surplus(
 def victim(
     score: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], guarded: Bool[Tensor, "B H N"]
 ) -> Int[Tensor, "B H"]:
-    """The slot of least worth of each head: an empty one if there is any, else of equal worths the oldest."""
-    worth = _worth(score, positions, guarded)
+    """The token of least worth of each head, of equal worths the oldest; empty slots are not candidates."""
+    worth = _worth(score, positions, guarded).masked_fill(positions == EMPTY, torch.inf)
     tied = worth == worth.amin(-1, keepdim=True)
     return positions.masked_fill(~tied, torch.iinfo(positions.dtype).max).argmin(-1)
 

@@ -277,7 +277,7 @@ def _lag_score(array: Float[Tensor, "B H N D"], part: Int[Tensor, "B H N"]) -> F
     low = array.new_full(shape, torch.inf).scatter_reduce(2, index, array, "amin")
     high = array.new_full(shape, -torch.inf).scatter_reduce(2, index, array, "amax")
     scaled = (array - low.gather(2, index + 1)) / (high - low).gather(2, index + 1).clamp(min=1e-6)
-    spread = torch.nan_to_num(scaled).std(-1).exp()
+    spread = scaled.std(-1).exp()
     total = spread.new_zeros(B, H, num_parts).scatter_add(2, part, spread)
     return spread / total.gather(2, part)
 
@@ -290,4 +290,5 @@ def _rank_within(worth: Float[Tensor, "B H N"], part: Int[Tensor, "B H N"]) -> F
     starts = sizes.cumsum(-1) - sizes
     place = torch.arange(part.shape[-1], device=part.device).expand_as(part)
     ranks = torch.zeros_like(part).scatter(-1, order, place) - starts.gather(-1, part)
-    return ranks / sizes.gather(-1, part)
+    # a worth that is no number must not turn into a rank
+    return (ranks / sizes.gather(-1, part)).masked_fill(worth.isnan(), torch.nan)

@@ -1,0 +1,516 @@
+"""What holds for every policy: one suite that a new policy joins by its row in POLICIES."""
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+from laws import Witness, dense_logits
+from torch import Tensor
+
+import kvkeep
+from kvkeep import POLICIES, KVCache
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3")
+NAMES = tuple(POLICIES)
+# the oracle is only defined where a future is supplied
+CAUSAL = tuple(name for name, policy in POLICIES.items() if "future" not in policy.needs)
+BUDGETS = (40, 0.25, "60KB")
+
+
+def tokens(length: int, seed: int = 0, batch: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 128, (batch, length), generator=generator)
+
+
+def fill(model, cache: KVCache, input_ids: Tensor, **options) -> Tensor:
+    """Logits after a prompt; an oracle is shown an arbitrary future."""
+    future = tokens(12, seed=99) if "future" in cache.policy.needs else None
+    return kvkeep.prefill(model, input_ids, cache, future=future, **options).logits[:, -1]
+
+
+def step(model, cache: KVCache, token: Tensor) -> Tensor:
+    position = torch.full_like(token, cache.get_seq_length())
+    argument = {kvkeep.model.cache_argument(model): cache}
+    with torch.no_grad(), kvkeep.attach(model):
+        return model(token, position_ids=position, **argument).logits[:, -1]
+
+
+def greedy(model, input_ids: Tensor, cache: KVCache | None = None, steps: int = 20, **options) -> Tensor:
+    options = {"max_new_tokens": steps, "do_sample": False, **options}
+    return kvkeep.generate(model, input_ids, cache=cache, **options)[:, input_ids.shape[1] :]
+
+
+def held(cache: KVCache) -> list[Tensor]:
+    return [layer.slots.positions.sort(-1).values for layer in cache.managed]
+
+
+# nothing evicted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_full_budget_gives_the_stock_caches_tokens(tiny, family, attached):
+    model, prompt = tiny(family), tokens(120)
+    expected = model.generate(prompt, max_new_tokens=30, do_sample=False)
+    cache = KVCache(model, policy="knorm", budget=None)
+    if attached:
+        got = kvkeep.generate(model, prompt, cache=cache, max_new_tokens=30, do_sample=False)
+    else:
+        got = model.generate(
+            prompt, max_new_tokens=30, do_sample=False, **{kvkeep.model.cache_argument(model): cache}
+        )
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_budget_that_is_never_reached_changes_nothing(tiny, name):
+    model, prompt = tiny("llama"), tokens(120)
+    expected = model.generate(prompt, max_new_tokens=30, do_sample=False)[:, 120:]
+    assert torch.equal(greedy(model, prompt, KVCache(model, policy=name, budget=1000), 30), expected)
+
+
+# evicted = dense under a mask
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3", "gemma3"))
+@pytest.mark.parametrize("name", NAMES)
+def test_an_evicted_cache_equals_the_dense_model_under_the_same_mask(tiny, name, family):
+    if family == "gemma3":
+        pytest.skip("its sliding layers have a window of their own; see the test of sliding layers")
+    model, prompt = tiny(family), tokens(150)
+    cache, sequence, got = KVCache(model, policy=name, budget=40), prompt, []
+    with Witness().watching() as witness:
+        got.append(fill(model, cache, prompt))
+        for _ in range(12):
+            token = got[-1].argmax(-1, keepdim=True)
+            sequence = torch.cat([sequence, token], 1)
+            got.append(step(model, cache, token))
+    if name == "oracle":
+        # the look-ahead was read and taken back
+        for seen in witness.visible.values():
+            del seen[1]
+    dense = dense_logits(model, sequence, witness)[:, 149:]
+    assert (torch.stack(got, 1) - dense).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_second_turn_equals_the_dense_model_under_the_same_mask(tiny, name):
+    model, first, second = tiny("llama"), tokens(90), tokens(25, seed=1)
+    cache = KVCache(model, policy=name, budget=40)
+    with Witness().watching() as witness:
+        fill(model, cache, first)
+        step(model, cache, first[:, :1])
+        got = fill(model, cache, second)
+    sequence = torch.cat([first, first[:, :1], second], 1)
+    assert (got - dense_logits(model, sequence, witness)[:, -1]).abs().max() <= 1e-4
+
+
+# budgets
+
+
+@pytest.mark.parametrize("chunk", (1, 7, 64, None))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_budget_holds_after_every_forward(tiny, name, chunk, budget):
+    if name == "oracle" and chunk is not None:
+        pytest.skip("an oracle's prompt is held back until its future is read")
+    model, prompt = tiny("llama"), tokens(100)
+    full = sum(2 * 2 * 16 * 4 * 3 for _ in range(1))
+    cache = KVCache(model, policy=name, budget=budget)
+    checked = 0
+
+    def check(*_):
+        nonlocal checked
+        report, seen = cache.report(), max(cache.get_seq_length(), 100)
+        most = {40: 40, 0.25: -(-seen // 4)}.get(budget, 10**9)
+        if name != "pyramidkv":
+            assert all(layer.kept <= most for layer in report.layers)
+        assert report.kept <= most
+        if budget == "60KB":
+            assert report.bytes <= 60_000
+        # a slot's hole and its side arrays are all there is beyond the kept tokens
+        assert report.bytes <= full * (most + 2) * 1.4 + 20_000
+        checked += 1
+
+    if name == "oracle":
+        fill(model, cache, prompt)
+    handle = model.register_forward_hook(check)
+    try:
+        if name != "oracle":
+            fill(model, cache, prompt, chunk=chunk)
+        for token in tokens(12, seed=5)[0]:
+            step(model, cache, token.view(1, 1))
+    finally:
+        handle.remove()
+    assert checked >= 12
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if POLICIES[name].chunk_free])
+def test_policies_that_do_not_depend_on_chunks_keep_the_same_tokens_in_any(tiny, name):
+    model, prompt = tiny("llama"), tokens(100)
+    whole = KVCache(model, policy=name, budget=40)
+    logits = fill(model, whole, prompt)
+    for chunk in (1, 7, 64):
+        pieces = KVCache(model, policy=name, budget=40)
+        fill(model, pieces, prompt, chunk=chunk)
+        # deeper layers read what earlier chunks kept, so only the first layer's keys are the same by definition
+        depth = len(whole.managed) if name in ("random", "streaming") else 1
+        for one, other in zip(held(whole)[:depth], held(pieces)[:depth], strict=True):
+            assert torch.equal(one[..., -40:], other[..., -40:])
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_eight_turns_never_exceed_the_budget_and_positions_are_the_true_ones(tiny, name):
+    model = tiny("llama")
+    cache, seen = KVCache(model, policy=name, budget=40), 0
+    for turn in range(8):
+        fill(model, cache, tokens(17 + turn, seed=turn))
+        step(model, cache, tokens(1, seed=turn))
+        seen += 18 + turn
+        assert cache.get_seq_length() == seen
+        assert cache.report().kept <= 40
+        for positions in held(cache):
+            real = positions[positions >= 0].view(2, -1)
+            assert real.amax() == seen - 1 and (real[:, :4] == torch.arange(4)).all()
+            assert (real[:, 1:] > real[:, :-1]).all()
+            assert (real[:, -16:] == torch.arange(seen - 16, seen)).all()
+
+
+# batches
+
+
+@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize("budget", (29, 0.25))
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_padded_batch_gives_what_each_sequence_gives_alone(tiny, name, side, budget):
+    model, lengths = tiny("llama"), (30, 600, 131, 47)
+    rows = [tokens(length, seed=length)[0] for length in lengths]
+    alone = [greedy(model, row[None], KVCache(model, policy=name, budget=budget), 12)[0] for row in rows]
+    width = max(lengths)
+    batch, mask = torch.zeros(4, width, dtype=torch.long), torch.zeros(4, width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), None) if side == "left" else slice(len(row))
+        batch[i, where], mask[i, where] = row, 1
+    cache = KVCache(model, policy=name, budget=budget)
+    together = greedy(model, batch, cache, 12, attention_mask=mask)
+    for one, row in zip(alone, together, strict=True):
+        assert one.tolist() == row.tolist()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_right_padded_prefill_keeps_what_each_sequence_keeps_alone(tiny, name):
+    model, lengths = tiny("llama"), (60, 131)
+    rows = [tokens(length, seed=length)[0] for length in lengths]
+    batch, mask = torch.zeros(2, 131, dtype=torch.long), torch.zeros(2, 131, dtype=torch.long)
+    for i, row in enumerate(rows):
+        batch[i, : len(row)], mask[i, : len(row)] = row, 1
+    together = KVCache(model, policy=name, budget=40)
+    fill(model, together, batch, attention_mask=mask)
+    for i, row in enumerate(rows):
+        alone = KVCache(model, policy=name, budget=40)
+        fill(model, alone, row[None])
+        for one, both in zip(held(alone), held(together), strict=True):
+            for head in range(2):
+                assert torch.equal(one[0, head][one[0, head] >= 0], both[i, head][both[i, head] >= 0])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_beam_search_scores_what_each_beam_scores_alone(tiny, name):
+    model, prompt = tiny("llama"), tokens(70)
+    beams = kvkeep.generate(
+        model,
+        prompt,
+        cache=KVCache(model, policy=name, budget=40),
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=12,
+        do_sample=False,
+        length_penalty=0.0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    for sequence, score in zip(beams.sequences, beams.sequences_scores, strict=True):
+        cache, total = KVCache(model, policy=name, budget=40), 0.0
+        logits = fill(model, cache, prompt)
+        for token in sequence[70:]:
+            total += logits.log_softmax(-1)[0, token]
+            logits = step(model, cache, token.view(1, 1))
+        assert total == pytest.approx(float(score), abs=1e-3)
+
+
+def test_rows_move_with_all_their_state(tiny):
+    model = tiny("llama")
+    for name in CAUSAL:
+        cache = KVCache(model, policy=name, budget=40)
+        fill(model, cache, tokens(80, batch=3))
+        order = torch.tensor([2, 0, 0])
+        moved = copy.deepcopy(cache)
+        moved.reorder_cache(order)
+        repeated = copy.deepcopy(cache)
+        repeated.batch_repeat_interleave(2)
+        repeated.batch_select_indices(torch.tensor([4, 0, 1]))
+        token = tokens(1, seed=3, batch=3)
+        expected = step(model, cache, token[[1, 2, 0]])
+        assert torch.equal(step(model, moved, token), step(model, repeated, token))
+        assert expected.shape == (3, 128)
+
+
+# drafts
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_prompt_lookup_gives_greedys_tokens(tiny, name):
+    model = tiny("llama")
+    prompt = tokens(20).repeat(1, 5)
+    expected = greedy(model, prompt, KVCache(model, policy=name, budget=40), 40)
+    cache = KVCache(model, policy=name, budget=40)
+    got = greedy(model, prompt, cache, 40, prompt_lookup_num_tokens=6)
+    assert got.tolist() == expected.tolist()
+    assert cache.report().kept <= 40
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_assisted_decoding_gives_greedys_tokens(tiny, name):
+    model, helper, prompt = tiny("llama"), tiny("llama", num_hidden_layers=2), tokens(100)
+    expected = greedy(model, prompt, KVCache(model, policy=name, budget=40), 30)
+    got = greedy(model, prompt, KVCache(model, policy=name, budget=40), 30, assistant_model=helper)
+    assert got.tolist() == expected.tolist()
+
+
+def test_drafts_without_a_known_prompt_are_refused_with_the_reason(tiny):
+    model, prompt = tiny("llama"), tokens(60)
+    cache = KVCache(model, policy="streaming", budget=40)
+    with pytest.raises(ValueError, match=r"kvkeep\.generate"):
+        model.generate(
+            prompt,
+            max_new_tokens=8,
+            prompt_lookup_num_tokens=4,
+            **{kvkeep.model.cache_argument(model): cache},
+        )
+
+
+def test_tokens_before_an_eviction_cannot_be_taken_back(tiny):
+    model = tiny("llama")
+    cache = KVCache(model, policy="streaming", budget=40)
+    fill(model, cache, tokens(30))
+    cache.crop(-5)
+    assert cache.get_seq_length() == 25
+    fill(model, cache, tokens(50))
+    with pytest.raises(ValueError, match="do not come back"):
+        cache.crop(-1)
+
+
+# several conversations
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_interleaved_conversations_equal_the_same_two_apart(tiny, name):
+    model = tiny("llama")
+
+    def turns(cache, seed):
+        yield fill(model, cache, tokens(80, seed=seed))
+        for i in range(5):
+            yield step(model, cache, tokens(1, seed=seed + i))
+
+    def new():
+        return KVCache(model, policy=name, budget=40)
+
+    apart = [list(turns(new(), 1)), list(turns(new(), 2))]
+    together = list(zip(turns(new(), 1), turns(new(), 2), strict=True))
+    for a, b, (x, y) in zip(*apart, together, strict=True):
+        assert torch.equal(a, x) and torch.equal(b, y)
+
+
+def test_threads_with_caches_of_their_own_do_not_meet(tiny):
+    model, results = tiny("llama"), {}
+    expected = {seed: greedy(model, tokens(80, seed=seed), budget=40, policy="tova") for seed in range(4)}
+
+    def work(seed):
+        results[seed] = greedy(model, tokens(80, seed=seed), budget=40, policy="tova")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {seed: result.tolist() for seed, result in results.items()} == {
+        seed: result.tolist() for seed, result in expected.items()
+    }
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_copied_cache_is_a_fork(tiny, name):
+    model = tiny("llama")
+    cache = KVCache(model, policy=name, budget=40)
+    fill(model, cache, tokens(80))
+    fork = copy.deepcopy(cache)
+    a, b = tokens(1, seed=1), tokens(1, seed=2)
+    for _ in range(3):
+        step(model, fork, a)
+    fresh = KVCache(model, policy=name, budget=40)
+    fill(model, fresh, tokens(80))
+    assert torch.equal(step(model, cache, b), step(model, fresh, b))
+    assert fork.get_seq_length() == 83 and cache.get_seq_length() == 81
+
+
+# attach
+
+
+def test_attaching_twice_is_harmless_and_an_exception_leaves_the_model_as_before(tiny):
+    model, prompt = tiny("llama"), tokens(60)
+    before = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    with pytest.raises(KeyError), kvkeep.attach(model), kvkeep.attach(model):
+        raise KeyError
+    assert model.config._attn_implementation == "sdpa"
+    outer = kvkeep.attach(model)
+    kvkeep.attach(model).detach()
+    assert model.config._attn_implementation == "kvkeep"
+    outer.detach()
+    outer.detach()
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(before, model.generate(prompt, max_new_tokens=5, do_sample=False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_attached_model_without_our_cache_is_the_stock_model(tiny, family):
+    model = tiny(family)
+    batch, mask = tokens(50, batch=2), torch.ones(2, 50, dtype=torch.long)
+    mask[0, :20] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(batch, **options)
+    with kvkeep.attach(model):
+        assert torch.equal(model.generate(batch, **options), expected)
+        assert torch.equal(model(batch).logits, model(batch, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("name", [n for n in CAUSAL if "queries" not in POLICIES[n].needs])
+def test_key_value_policies_work_without_attaching(tiny, name):
+    model, prompt = tiny("llama"), tokens(90)
+    argument = kvkeep.model.cache_argument(model)
+    plain = KVCache(model, policy=name, budget=40)
+    got = model.generate(prompt, max_new_tokens=12, do_sample=False, **{argument: plain})
+    expected = greedy(model, prompt, KVCache(model, policy=name, budget=40), 12)
+    assert torch.equal(got[:, 90:], expected)
+    longer = torch.cat([got, tokens(20, seed=4)], 1)
+    again = model.generate(longer, max_new_tokens=5, do_sample=False, **{argument: plain})
+    assert again.shape[1] == 127 and plain.report().kept == 40
+
+
+@pytest.mark.parametrize("name", [n for n in CAUSAL if "queries" in POLICIES[n].needs])
+def test_policies_that_read_queries_say_how_to_attach(tiny, name):
+    model = tiny("llama")
+    cache = KVCache(model, policy=name, budget=40)
+    with pytest.raises(RuntimeError, match=r"kvkeep\.attach\(model\)"):
+        model.generate(tokens(50), max_new_tokens=2, **{kvkeep.model.cache_argument(model): cache})
+
+
+def test_an_unattached_batch_is_refused_since_its_padding_cannot_be_seen(tiny):
+    model = tiny("llama")
+    cache = KVCache(model, policy="streaming", budget=40)
+    with pytest.raises(RuntimeError, match="padding"):
+        model.generate(tokens(50, batch=2), max_new_tokens=2, **{kvkeep.model.cache_argument(model): cache})
+
+
+# everyday use
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_inference_mode_then_no_grad_goes_on(tiny, name):
+    model, prompt = tiny("llama"), tokens(60)
+    reference, cache = (KVCache(model, policy=name, budget=40) for _ in range(2))
+    with torch.inference_mode():
+        fill(model, cache, prompt)
+        step(model, cache, prompt[:, :1])
+    fill(model, reference, prompt)
+    step(model, reference, prompt[:, :1])
+    assert torch.equal(step(model, cache, prompt[:, :1]), step(model, reference, prompt[:, :1]))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_sampling_streaming_stops_and_scores_work(tiny, name):
+    model, prompt = tiny("llama"), tokens(60)
+    torch.manual_seed(0)
+    out = kvkeep.generate(
+        model,
+        prompt,
+        policy=name,
+        budget=40,
+        do_sample=True,
+        num_return_sequences=3,
+        max_new_tokens=8,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    assert out.sequences.shape == (3, 68) and len(out.scores) == 8
+    torch.manual_seed(0)
+    again = kvkeep.generate(
+        model, prompt, policy=name, budget=40, do_sample=True, num_return_sequences=3, max_new_tokens=8
+    )
+    assert torch.equal(out.sequences, again)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_without_no_grad_the_cache_holds_no_graph(tiny, name):
+    model = tiny("llama")
+    cache = KVCache(model, policy=name, budget=40)
+    with kvkeep.attach(model):
+        for length in (60, 1, 1):
+            model(tokens(length), **{kvkeep.model.cache_argument(model): cache})
+    assert not any(array.requires_grad for layer in cache.managed for array in layer.slots._arrays.values())
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("name", CAUSAL)
+def test_extreme_keys_give_no_nan(tiny, name, dtype):
+    model = copy.deepcopy(tiny("llama")).to(dtype)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.mul_(1e4 / 8)
+    cache = KVCache(model, policy=name, budget=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert fill(model, cache, tokens(80)).isfinite().all()
+        assert step(model, cache, tokens(1)).isfinite().all()
+    side = [layer.slots.side(n) for layer in cache.managed for n in layer.slots.side_names]
+    assert all(array.dtype == torch.float32 and array.isfinite().all() for array in side)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_nan_keys_fall_back_to_recency_in_their_head_and_say_so(tiny, name):
+    model = copy.deepcopy(tiny("llama"))
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_proj.weight[:16].fill_(torch.nan)
+    options = {"lag": 16} if name == "lagkv" else {}
+    cache = KVCache(model, policy=name, budget=40, **options)
+    if name in ("random", "streaming"):
+        fill(model, cache, tokens(80))
+        return
+    with pytest.warns(RuntimeWarning, match="layer 2"):
+        fill(model, cache, tokens(80))
+    kept = cache.managed[2].slots.kept
+    recent = torch.cat([torch.arange(4), torch.arange(84 - kept, 80)])
+    assert torch.equal(held(cache)[2][0, 0][-kept:], recent.int())
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_sliding_layers_are_left_alone_and_counted_apart(tiny, name):
+    model, prompt = tiny("gemma3"), tokens(90)
+    cache = KVCache(model, policy=name, budget=40)
+    out = greedy(model, prompt, cache, 10)
+    report = cache.report()
+    assert [layer.index for layer in report.layers] == [1, 3]
+    assert report.unmanaged_bytes > 0 and report.kept <= 40
+    assert out.shape == (1, 10)
+
+
+def test_the_same_seed_keeps_the_same_random_tokens_and_another_does_not(tiny):
+    model, prompt = tiny("llama"), tokens(80)
+    caches = [KVCache(model, policy="random", budget=40, seed=seed) for seed in (0, 0, 1)]
+    for cache in caches:
+        fill(model, cache, prompt)
+    a, b, c = (torch.stack([p[..., -40:] for p in held(cache)]) for cache in caches)
+    assert torch.equal(a, b) and not torch.equal(a, c)
