@@ -3,19 +3,25 @@
 B sequences, H KV heads, N slots, T new tokens, D head size.
 """
 
+import json
 from copy import copy, deepcopy
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
+from . import saving
 from .budget import Budget
 from .cache_report import CacheReport, LayerReport
 from .layer import Costs, KVLayer, Plan, num_kv_heads, slot_costs
-from .policies import Policy, Rotary, make_policy
+from .policies import POLICIES, Policy, Rotary, make_policy
 
+_FORMAT = 1
 _MANAGED = "full_attention"
 _SLIDING = "sliding_attention"
 
@@ -66,6 +72,8 @@ class KVCache(Cache):
             budget.slots_for_bytes(
                 torch.zeros(1, dtype=torch.int32), len(managed), slot_bytes=costs.slot, fixed_bytes=costs.fixed
             )
+        # the tokens read so far, where kvkeep.prefill or kvkeep.generate read them: they guard a reused cache
+        self.token_ids: Tensor | None = None
         super().__init__(
             layers=[
                 KVLayer(self.plan, index, managed.index(index))
@@ -94,6 +102,104 @@ class KVCache(Cache):
         memo[id(self.plan)] = fork.plan = copy(self.plan)
         fork.layers = [deepcopy(layer, memo) for layer in self.layers]
         return fork
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.token_ids = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.token_ids = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.token_ids = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids[:, : self.get_seq_length()]
+
+    def check_prefix(self, input_ids: Int[Tensor, "B S"]) -> None:
+        """Refuse a conversation that does not begin with the tokens this cache has read.
+
+        Raises:
+            ValueError: naming the first token that differs.
+        """
+        seen = self.get_seq_length()
+        if input_ids.shape[1] < seen:
+            raise ValueError(f"the cache has seen {seen} tokens, but the conversation given has {input_ids.shape[1]}")
+        if self.token_ids is None:
+            return
+        known = self.token_ids.to(input_ids.device)
+        if known.shape[0] != input_ids.shape[0]:
+            raise ValueError(f"the cache holds {known.shape[0]} sequences, got {input_ids.shape[0]}")
+        differs = (known != input_ids[:, : known.shape[1]]).any(0)
+        if bool(differs.any()):
+            raise ValueError(
+                f"the cache was filled with another text: token {int(differs.int().argmax())} differs; give the "
+                "conversation it has read, from its first token on, or use a fresh cache"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write everything needed to go on later: slots, positions, state, policy, budget and the tokens read.
+
+        One safetensors file, written whole or not at all. See `KVCache.load`.
+        """
+        layers, tensors = [], {}
+        for index, layer in enumerate(self.layers):
+            counters, arrays = layer.state() if isinstance(layer, KVLayer) else _sliding_state(layer)
+            layers.append(counters)
+            tensors.update({f"{index}.{name}": array for name, array in arrays.items()})
+        if self.token_ids is not None:
+            tensors["token_ids"] = self.token_ids
+        state = {
+            "model": _fingerprint(self.plan.config),
+            "policy": {"name": type(self.policy).__name__, "options": asdict(self.policy)},
+            "budget": asdict(self.budget),
+            "layers": layers,
+        }
+        saving.write(Path(path), "cache", _FORMAT, state, tensors)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: PreTrainedModel,
+        *,
+        prefix: Int[Tensor, "B S"] | None = None,
+        policy: Policy | None = None,
+    ) -> "KVCache":
+        """A cache that goes on where the saved one stopped.
+
+        Args:
+            model: the model it was made with (another of the same shape and rotation is accepted).
+            prefix: tokens it must have read, checked from the first on.
+            policy: needed for a policy of your own that is not in POLICIES.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if the file is truncated, changed or too new, or was made with another model or text.
+        """
+        state, tensors = saving.read(Path(path), "cache", _FORMAT)
+        if policy is None:
+            policy = _policy_named(state["policy"])
+        cache = cls(model, policy=policy, budget=Budget(**state["budget"]))
+        ours = _fingerprint(cache.plan.config)
+        for name, theirs in state["model"].items():
+            if ours[name] != theirs:
+                raise ValueError(f"{path} was made with a model whose {name} is {theirs}; this model's is {ours[name]}")
+        cache.token_ids = tensors.pop("token_ids", None)
+        for index, (layer, counters) in enumerate(zip(cache.layers, state["layers"], strict=True)):
+            head = f"{index}."
+            arrays = {n.removeprefix(head): t.to(model.device) for n, t in tensors.items() if n.startswith(head)}
+            if isinstance(layer, KVLayer):
+                layer.restore_state(counters, arrays)
+            else:
+                _restore_sliding(layer, counters, arrays)
+        if prefix is not None:
+            cache.check_prefix(prefix)
+        return cache
 
     def report(self) -> CacheReport:
         """Tokens seen and kept and measured bytes of every managed layer; printing it gives a table."""
@@ -131,6 +237,39 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
             "to evict"
         )
     return list(types)
+
+
+def _fingerprint(config: PretrainedConfig) -> dict[str, Any]:
+    """What must agree for saved keys and values to mean the same."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "type": config.model_type,
+        "number of layers": config.num_hidden_layers,
+        "number of KV heads": num_kv_heads(config),
+        "head size": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "hidden size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "rotation": json.loads(json.dumps(rope, sort_keys=True, default=str)),
+    }
+
+
+def _policy_named(saved: dict[str, Any]) -> Policy:
+    for kind in POLICIES.values():
+        if kind.__name__ == saved["name"]:
+            return kind(**saved["options"])
+    raise ValueError(f"the file's policy {saved['name']!r} is not one of kvkeep's; pass it as policy=")
+
+
+def _sliding_state(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not layer.is_initialized:
+        return {"seen": 0}, {}
+    return {"seen": layer.cumulative_length}, {"keys": layer.keys, "values": layer.values}
+
+
+def _restore_sliding(layer: Any, counters: dict[str, Any], arrays: dict[str, Tensor]) -> None:
+    if counters["seen"]:
+        layer.lazy_initialization(arrays["keys"], arrays["values"])
+        layer.keys, layer.values, layer.cumulative_length = arrays["keys"], arrays["values"], counters["seen"]
 
 
 def _config_costs(config: PretrainedConfig, policy: Policy) -> Costs:

@@ -75,9 +75,7 @@ class Plan:
         if self.expected is not None:
             lengths = torch.maximum(lengths, self.expected.to(lengths.dtype))
         if self.budget.bytes is not None:
-            return self.budget.slots_for_bytes(
-                lengths, self.num_layers, slot_bytes=costs.slot, fixed_bytes=costs.fixed
-            )
+            return self.budget.slots_for_bytes(lengths, self.num_layers, slot_bytes=costs.slot, fixed_bytes=costs.fixed)
         return self.budget.slots(lengths, self.num_layers)
 
 
@@ -251,9 +249,7 @@ class KVLayer(CacheLayerMixin):
         query_positions = self._append(keys, values, valid)
         return self._observe(queries.detach(), query_positions, keys.shape[2], scale)
 
-    def read(
-        self, queries: Float[Tensor, "B HG T D"], seen: Observation, scale: float
-    ) -> Float[Tensor, "B HG T Dv"]:
+    def read(self, queries: Float[Tensor, "B HG T D"], seen: Observation, scale: float) -> Float[Tensor, "B HG T Dv"]:
         """Attention of the new tokens over everything held."""
         slots = seen.slots
         assert seen.query_positions is not None
@@ -265,6 +261,7 @@ class KVLayer(CacheLayerMixin):
             seen.query_positions,
             scale,
             has_empty=self.has_empty,
+            whole=slots.length == self.seen,
         )
 
     def settle(self, seen: Observation) -> None:
@@ -282,6 +279,26 @@ class KVLayer(CacheLayerMixin):
         if self._held_back is not None:
             seen, self._held_back = self._held_back, None
             self._evict_surplus(seen)
+
+    # saving
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Counters and tensors, for saving."""
+        if self.slots is None or self.lengths is None:
+            return {"seen": 0}, {}
+        counters = {"seen": self.seen, "has_empty": self.has_empty, "fresh": self._fresh}
+        return counters, {**self.slots.state(), "lengths": self.lengths}
+
+    def restore_state(self, counters: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Become what `state` was taken from."""
+        self._clear()
+        if not counters["seen"]:
+            return
+        self.seen, self.has_empty, self._fresh = counters["seen"], counters["has_empty"], counters["fresh"]
+        self.lengths = tensors.pop("lengths")
+        self.slots = Slots.from_state(tensors)
+        self._set_costs(self.slots.keys, self.slots.values)
+        self.is_initialized = True
 
     # drafts
 
@@ -357,7 +374,7 @@ class KVLayer(CacheLayerMixin):
     def _first(self, keys: Tensor, values: Tensor, positions: Tensor) -> Slots:
         policy = self.plan.policy
         num_rows, H, T, D = keys.shape
-        self._costs = slot_costs(H, self.plan.group, D, values.shape[3], keys.element_size(), policy)
+        self._set_costs(keys, values)
         side, streams = {}, {}
         if not self.plan.budget.unlimited:
             with torch.inference_mode(False):
@@ -371,6 +388,10 @@ class KVLayer(CacheLayerMixin):
         slots = Slots(keys[:, :, :0], values[:, :, :0], positions[:, :, :0], nothing, streams)
         slots.append(keys, values, positions, room=self._room(T))
         return slots
+
+    def _set_costs(self, keys: Tensor, values: Tensor) -> None:
+        shape = (keys.shape[1], self.plan.group, keys.shape[3], values.shape[3])
+        self._costs = slot_costs(*shape, keys.element_size(), self.plan.policy)
 
     def _room(self, num_new: int) -> int:
         """Slots to allocate ahead: an eighth more while growing freely, never past what the budget can use."""

@@ -185,14 +185,17 @@ def prefill(
     if "future" in cache.policy.needs and future is None and not cache.budget.unlimited:
         raise ValueError(f"{type(cache.policy).__name__} needs the future: pass future=, the tokens that will follow")
     mask = _full_mask(cache, input_ids, attention_mask)
+    token_ids = _joined(cache, input_ids)
     with attach(model), _expecting(cache, mask), torch.no_grad():
         if future is None:
-            return _forward(model, input_ids, cache, mask, chunk)
-        with _holding(cache):
             output = _forward(model, input_ids, cache, mask, chunk)
-            with _looking_ahead(cache):
-                _forward(model, future, cache, torch.cat([mask, torch.ones_like(future)], dim=1), None)
-        return output
+        else:
+            with _holding(cache):
+                output = _forward(model, input_ids, cache, mask, chunk)
+                with _looking_ahead(cache):
+                    _forward(model, future, cache, torch.cat([mask, torch.ones_like(future)], dim=1), None)
+    cache.token_ids = token_ids
+    return output
 
 
 def generate(
@@ -227,6 +230,7 @@ def generate(
         attention_mask = torch.ones_like(input_ids)
     elif fresh:
         input_ids, attention_mask = _pad_left(input_ids, attention_mask)
+    cache.check_prefix(input_ids)
     if chunk is not None:
         kwargs["prefill_chunk_size"] = chunk
     with attach(model), _expecting(cache, attention_mask):
@@ -326,6 +330,14 @@ def _causal_mask(padding: Tensor, num_queries: int, num_keys: int) -> Tensor:
         allow_is_causal_skip=False,
         device=padding.device,
     )
+
+
+def _joined(cache: KVCache, input_ids: Tensor) -> Tensor | None:
+    """The tokens read once `input_ids` are, None where the earlier ones are not known."""
+    if cache.get_seq_length() == 0:
+        return input_ids.cpu()
+    known = cache.token_ids
+    return None if known is None or known.shape[0] != input_ids.shape[0] else torch.cat([known, input_ids.cpu()], 1)
 
 
 def _full_mask(cache: KVCache, input_ids: Tensor, mask: Tensor | None) -> Tensor:

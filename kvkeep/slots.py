@@ -157,6 +157,23 @@ class Slots:
         assert self.holes is None and length <= self.length
         self.length = length
 
+    def state(self) -> dict[str, Tensor]:
+        """Everything in use, by name, for saving; `Slots.from_state` is its inverse."""
+        arrays = {name: array[:, :, : self.length] for name, array in self._arrays.items()}
+        streams = {f"stream.{name}": stream for name, stream in self.streams.items()}
+        holes = {} if self.holes is None else {"holes": self.holes}
+        return {**arrays, **streams, **holes}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> "Slots":
+        holes = state.pop("holes", None)
+        streams = {name: state.pop(name) for name in list(state) if name.startswith("stream.")}
+        side = {name: array for name, array in state.items() if name not in ("keys", "values", "positions")}
+        named = {name.removeprefix("stream."): stream for name, stream in streams.items()}
+        slots = cls(state["keys"], state["values"], state["positions"], side, named)
+        slots.holes = holes
+        return slots
+
     def snapshot(self) -> Snapshot:
         """Enough to undo the next token: everything small, and the keys and values its hole still holds."""
         small = {name: self._arrays[name][:, :, : self.length].clone() for name in ("positions", *self.side_names)}

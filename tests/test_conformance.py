@@ -514,3 +514,21 @@ def test_the_same_seed_keeps_the_same_random_tokens_and_another_does_not(tiny):
         fill(model, cache, prompt)
     a, b, c = (torch.stack([p[..., -40:] for p in held(cache)]) for cache in caches)
     assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+# saving
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma3"))
+@pytest.mark.parametrize("name", CAUSAL)
+def test_going_on_after_load_equals_going_on_without(tiny, tmp_path, name, family):
+    model = tiny(family)
+    cache = KVCache(model, policy=name, budget=40)
+    fill(model, cache, tokens(80))
+    step(model, cache, tokens(1))
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = KVCache.load(tmp_path / "cache.safetensors", model)
+    assert loaded.policy == cache.policy and loaded.budget == cache.budget
+    for seed in range(3):
+        assert torch.equal(step(model, loaded, tokens(1, seed=seed)), step(model, cache, tokens(1, seed=seed)))
+    assert torch.equal(fill(model, loaded, tokens(20)), fill(model, cache, tokens(20)))

@@ -24,6 +24,7 @@ def attend(
     scale: float,
     *,
     has_empty: bool,
+    whole: bool = False,
 ) -> Float[Tensor, "B HG T Dv"]:
     """Causal attention of the newest T tokens over slots with positions of their own per head.
 
@@ -32,10 +33,12 @@ def attend(
         positions: true position of each slot, -1 where it is empty.
         query_positions: true position of each query, -1 for padding (whose output is finite and meaningless).
         has_empty: whether any slot may be empty or any query padding; False takes the kernels without a mask.
+        whole: nothing was evicted yet, so the result must be the stock cache's to the last bit.
     """
     B, HG, T, D = queries.shape
     H, N = keys.shape[1:3]
-    if not has_empty and T == N:
+    # the stock cache's own call: in bf16 another order of sums would end in other tokens
+    if not has_empty and (T == N or (whole and T == 1)):
         return scaled_dot_product_attention(queries, keys, values, scale=scale, is_causal=T > 1, enable_gqa=HG != H)
     if T == 1:
         mask = (positions >= 0)[:, :, None, :] if has_empty else None

@@ -1,0 +1,72 @@
+"""Files that hold tensors and a JSON state, written whole or not at all, and checked when read."""
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, uint8
+
+
+def write(path: Path, kind: str, version: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write one safetensors file with `state` in its header; a killed process leaves the old file or none.
+
+    Args:
+        kind: what the file is, such as "cache".
+        version: version of that kind's format.
+    """
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(state, sort_keys=True)
+    header = {"kvkeep": kind, "version": str(version), "state": text, "digest": _digest(text, tensors)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(save(tensors, metadata=header))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def read(path: Path, kind: str, version: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """State and tensors of a file made by `write`.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is truncated, of another kind, changed since it was written, or too new.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved {kind} at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, struct.error, OSError) as error:
+        raise ValueError(f"{path} is truncated or no safetensors file ({error}); save the {kind} again") from error
+    if header.get("kvkeep") != kind:
+        raise ValueError(
+            f"{path} is no saved kvkeep {kind}, but {header.get('kvkeep') or 'some other safetensors file'}"
+        )
+    if int(header["version"]) > version:
+        raise ValueError(
+            f"{path} has format version {header['version']} and this kvkeep reads up to {version}; upgrade kvkeep"
+        )
+    if header.get("digest") != _digest(header["state"], tensors):
+        raise ValueError(f"{path} was changed after it was written: its checksum does not match; save the {kind} again")
+    return json.loads(header["state"]), tensors
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].reshape(-1).view(uint8).numpy().tobytes())
+    return digest.hexdigest()
