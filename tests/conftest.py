@@ -78,7 +78,7 @@ def build_tiny(name: str, **changes: Any) -> "PreTrainedModel":
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., "PreTrainedModel"]:
-    """`tiny("llama")`, `tiny("gemma3", sliding_window=8)`: one model a session for equal arguments; leave it as it was."""
+    """`tiny("llama")`, `tiny("gemma3", sliding_window=8)`: one model for equal arguments; leave it as it was."""
     return cache(build_tiny)
 
 
