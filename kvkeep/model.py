@@ -233,8 +233,14 @@ def generate(
     cache.check_prefix(input_ids)
     if chunk is not None:
         kwargs["prefill_chunk_size"] = chunk
+    kwargs[cache_argument(model)] = cache
     with attach(model), _expecting(cache, attention_mask):
-        return model.generate(input_ids, attention_mask=attention_mask, **{cache_argument(model): cache}, **kwargs)
+        output = model.generate(input_ids, attention_mask=attention_mask, **kwargs)  # type: ignore[operator]
+    sequences = output if isinstance(output, Tensor) else output.sequences
+    # beams and several samples of a prompt have moved the rows
+    one_each = sequences.shape[0] == input_ids.shape[0] and kwargs.get("num_beams", 1) == 1
+    cache.token_ids = sequences[:, : cache.get_seq_length()].cpu() if one_each else None
+    return output
 
 
 def cache_argument(model: PreTrainedModel) -> str:

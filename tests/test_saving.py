@@ -123,3 +123,13 @@ def test_a_policy_of_your_own_is_asked_for(saved, tiny, tmp_path):
     with pytest.raises(ValueError, match="pass it as policy="):
         KVCache.load(tmp_path / "mine", model)
     assert KVCache.load(tmp_path / "mine", model, policy=Mine()).get_seq_length() == 60
+
+
+def test_generate_remembers_the_conversation_and_refuses_another(tiny):
+    model, prompt = tiny("llama"), tokens(60)
+    cache = KVCache(model, policy="tova", budget=40)
+    answer = kvkeep.generate(model, prompt, cache=cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(cache.token_ids, answer[:, :65])
+    kvkeep.generate(model, torch.cat([answer, tokens(9)], 1), cache=cache, max_new_tokens=3, do_sample=False)
+    with pytest.raises(ValueError, match="token 0 differs"):
+        kvkeep.generate(model, torch.cat([prompt + 1, tokens(60)], 1) % 128, cache=cache, max_new_tokens=3)
