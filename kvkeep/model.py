@@ -182,7 +182,8 @@ def prefill(
         ValueError: for an empty prompt, or a policy that needs a future and got none.
     """
     _check_prompt(input_ids, chunk)
-    if "future" in cache.policy.needs and future is None and not cache.budget.unlimited:
+    fresh = cache.get_seq_length() == 0
+    if fresh and "future" in cache.policy.needs and future is None and not cache.budget.unlimited:
         raise ValueError(f"{type(cache.policy).__name__} needs the future: pass future=, the tokens that will follow")
     mask = _full_mask(cache, input_ids, attention_mask)
     token_ids = _joined(cache, input_ids)
