@@ -178,6 +178,7 @@ def test_a_gguf_file_becomes_a_listed_model_once(home: Path, tmp_path: Path) -> 
     expected = torch.from_numpy(tensors["token_embd"]).bfloat16()
     assert torch.equal(model.get_input_embeddings().weight, expected)
     assert tokenizer.pad_token == tokenizer.eos_token == "<|end|>"
+    assert tokenizer.model_max_length == 96
 
     told = models()[1]
     assert told.parameters == sum(tensor.size for tensor in tensors.values())
@@ -290,3 +291,17 @@ def test_two_processes_that_want_the_same_model_make_it_once(home: Path, tmp_pat
     )
     assert [process.wait() for process in [run_python(code), run_python(code)]] == [0, 0]
     assert log.read_text() == "built,"
+
+
+def test_a_longer_text_than_the_model_reads_is_warned_about(embedded: Loaded) -> None:
+    assert embedded.tokenizer.model_max_length == embedded.model.config.max_position_embeddings
+
+
+def test_loading_a_folder_shows_no_bars_and_leaves_them_on(
+    embedded: Loaded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging as switches
+
+    load("smollm2")
+    assert capfd.readouterr().err == ""
+    assert switches.is_progress_bar_enabled()
