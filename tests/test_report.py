@@ -385,10 +385,10 @@ def test_rows_without_a_full_cache_still_make_a_page_that_says_so(tmp_path: Path
 def test_repeated_measurements_and_few_samples_are_told(tmp_path: Path) -> None:
     rows = [*table_rows(), accuracy("tova", "10%", "needle", 25)]
     page = Page(write_report(rows, tmp_path).html)
-    assert "1 measurements appear more than once" in page.text
+    assert "more than once: the last of each is shown, 1 left out" in page.text
     assert page.tables[1][3][1].startswith("100.0")
     few = Page(write_report(table_rows(n=4), tmp_path).html)
-    assert "rest on 4 samples only" in few.text
+    assert "few samples (down to 4)" in few.text
 
 
 def demo_rows() -> list[Row]:

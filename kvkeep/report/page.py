@@ -59,7 +59,7 @@ def _subtitle(rows: Sequence[Row]) -> str:
         "task": {row.task for row in rows if row.task},
     }
     plurals = {"model": "models", "policy": "policies", "task": "tasks"}
-    words = [f"{len(found)} {name if len(found) == 1 else plurals[name]}" for name, found in counts.items()]
+    words = [f"{len(found)} {name if len(found) == 1 else plurals[name]}" for name, found in counts.items() if found]
     return " · ".join([*words, f"{len(rows):,} rows"])
 
 

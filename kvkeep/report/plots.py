@@ -120,11 +120,17 @@ def _places(block: Block) -> dict[str, float]:
 
 def _look(policy: str, policies: Sequence[str], theme: Theme) -> dict[str, Any]:
     index = policies.index(policy)
+    # later lines are thinner, so that equal ones still show
+    weight = 1 - index / len(policies)
     turn, colour = divmod(index, len(theme.colours))
     return {
         "color": theme.colours[colour],
         "marker": MARKERS[(colour + turn) % len(MARKERS)],
         "linestyle": DASHES[turn % len(DASHES)],
+        "linewidth": 1.3 + 1.1 * weight,
+        "markersize": 4.5 + 3.0 * weight,
+        # markers at zero stay whole
+        "clip_on": False,
     }
 
 
@@ -193,8 +199,6 @@ def _style(theme: Theme) -> Any:
             "ytick.color": theme.ink,
             "xtick.major.size": 0,
             "ytick.major.size": 0,
-            "lines.linewidth": 1.7,
-            "lines.markersize": 5.5,
             "legend.fontsize": 9,
             "font.size": 9.5,
             # names may hold dollar signs, which are no formulas

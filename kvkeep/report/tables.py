@@ -323,10 +323,10 @@ def notices(rows: Sequence[Row]) -> list[str]:
     accuracy = [row for row in rows if row.metric == "accuracy"]
     repeated = len(accuracy) - len({_identity(row) for row in accuracy})
     if repeated:
-        told.append(f"{repeated} measurements appear more than once; the last of each is shown.")
+        told.append(f"Some measurements appear more than once: the last of each is shown, {repeated} left out.")
     few = [block.num_samples[0] for block in blocks(rows) if block.num_samples[0] < 10]
     if few:
-        told.append(f"Some cells rest on {min(few)} samples only: read their intervals, not their values.")
+        told.append(f"Some cells rest on few samples (down to {min(few)}): read their intervals, not their values.")
     return told
 
 
