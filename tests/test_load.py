@@ -297,9 +297,7 @@ def test_a_longer_text_than_the_model_reads_is_warned_about(embedded: Loaded) ->
     assert embedded.tokenizer.model_max_length == embedded.model.config.max_position_embeddings
 
 
-def test_loading_a_folder_shows_no_bars_and_leaves_them_on(
-    embedded: Loaded, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_loading_a_folder_shows_no_bars_and_leaves_them_on(embedded: Loaded, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers.utils import logging as switches
 
     load("smollm2")
