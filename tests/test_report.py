@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvkeep.evaluate.rows import Row, SampleLog, wilson, write_rows
+from kvkeep.evaluate.rows import Row, SampleLog, read_samples, wilson, write_rows
 from kvkeep.report import print_table, write_report
 from kvkeep.report.outputs import cases_by_task, shorten
 from kvkeep.report.tables import FULL, Arm, Block, Cell, Line, blocks, budget_share, mean_cell, metric_tables
@@ -345,7 +345,10 @@ def test_samples_are_shown_right_wrong_and_partly(tmp_path: Path) -> None:
                     "extra": {"prompt": "What is it?"},
                 }
             )
-    page = Page(write_report(table_rows(), tmp_path, samples=tmp_path / "samples.jsonl").html)
+    html = write_report(table_rows(), tmp_path, samples=tmp_path / "samples.jsonl").html
+    records = read_samples(tmp_path / "samples.jsonl")
+    assert write_report(table_rows(), tmp_path / "again", samples=records).html.read_text() == html.read_text()
+    page = Page(html)
     assert "details" in page.names
     told = page.text[page.text.index("What the policies answered") :]
     order = ["What is it?", "42", "right", "said by full", "wrong", "said by tova", "50% right", "said by knorm"]
@@ -431,9 +434,9 @@ def test_rows_are_read_from_a_file_as_from_a_list(tmp_path: Path) -> None:
 
 
 def test_each_setting_gets_plots_of_its_own_that_show_something(tmp_path: Path) -> None:
-    rows = table_rows() + table_rows(model="qwen/2.5 coder", question="")
-    report = write_report(rows, tmp_path)
-    assert len(set(report.pngs)) == 4
+    names = ("qwen/2.5 coder", "qwen 2.5/coder", "long/" * 100)
+    report = write_report([row for name in names for row in table_rows(model=name, question="")], tmp_path)
+    assert len(set(report.pngs)) == 6
     for path in report.pngs:
         image = matplotlib.image.imread(BytesIO(path.read_bytes()))
         assert min(image.shape[:2]) > 300 and len(np.unique(image[..., 0])) > 50

@@ -539,7 +539,7 @@ def test_the_manifest_works_without_git(monkeypatch: Any) -> None:
 
 def test_the_manifest_fills_a_row_and_tells_the_command_without_machine_paths(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/kvkeep", "eval", "--tasks", "two words"])
-    row = Row(**manifest(model="smollm2", dtype="bfloat16"), value=1)
+    row = Row(**manifest(model="smollm2", dtype="torch.bfloat16"), value=1)
     assert (row.model, row.dtype, row.device) == ("smollm2", "bfloat16", "cpu")
     assert row.command == "kvkeep eval --tasks 'two words'"
     assert row.threads and row.cpu and row.time.endswith("+00:00")

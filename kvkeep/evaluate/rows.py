@@ -93,14 +93,10 @@ class Row:
         """A row from parsed JSON; ValueError for a newer format, unknown fields, or no metric and value."""
         version = raw.get("version", 0)
         if not isinstance(version, int) or version > VERSION:
-            raise ValueError(
-                f"it has format version {version}, this kvkeep knows up to {VERSION}; upgrade kvkeep"
-            )
+            raise ValueError(f"it has format version {version}, this kvkeep knows up to {VERSION}; upgrade kvkeep")
         unknown = raw.keys() - {known.name for known in fields(cls)}
         if unknown:
-            raise ValueError(
-                f"unknown fields {', '.join(sorted(unknown))} in a row of format version {version}"
-            )
+            raise ValueError(f"unknown fields {', '.join(sorted(unknown))} in a row of format version {version}")
         if not {"metric", "value"} <= raw.keys():
             raise ValueError("a row needs at least 'metric' and 'value'")
         for known in fields(cls):
@@ -118,13 +114,12 @@ def _number(name: str, value: Any, *, optional: bool = False) -> float | None:
     return float(value)
 
 
-def manifest(
-    model: str = "", *, dtype: str = "", device: str = "cpu", command: str | None = None
-) -> dict[str, Any]:
+def manifest(model: str = "", *, dtype: str = "", device: str = "cpu", command: str | None = None) -> dict[str, Any]:
     """The fields of a `Row` that say where it comes from: `Row(**manifest(model="smollm2"), value=...)`.
 
     `commit` is the package's own git commit, or its version when it is not run from a checkout; `dirty` says
-    that the package's files differ from that commit. `command` defaults to this process's command line.
+    that the package's files differ from that commit. `command` defaults to this process's command line;
+    `str(tensor.dtype)` will do for `dtype`.
     """
     commit, dirty = _commit()
     return {
@@ -133,7 +128,7 @@ def manifest(
         "dirty": dirty,
         "versions": _versions(),
         "threads": _threads(),
-        "dtype": dtype,
+        "dtype": dtype.removeprefix("torch."),
         "device": device,
         "cpu": _cpu_name(),
         "command": _command_line() if command is None else command,
@@ -202,9 +197,7 @@ class Interval(NamedTuple):
 def wilson(successes: int, n: int) -> Interval:
     """Wilson's score interval of a share, right also near 0 and 1 and for few samples (Wilson 1927)."""
     if n < 1 or not 0 <= successes <= n:
-        raise ValueError(
-            f"{successes} successes of {n} samples; there must be 0 <= successes <= n and n >= 1"
-        )
+        raise ValueError(f"{successes} successes of {n} samples; there must be 0 <= successes <= n and n >= 1")
     z = NormalDist().inv_cdf(0.975)
     share = successes / n
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
@@ -228,9 +221,7 @@ def bootstrap(values: Sequence[float | int], resamples: int = 2000, seed: int = 
     # blocks of a million draws bound the memory, whatever the number of values
     block = max(1, 1_000_000 // data.size)
     sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
-    means = np.concatenate(
-        [data[generator.integers(data.size, size=(size, data.size))].mean(1) for size in sizes]
-    )
+    means = np.concatenate([data[generator.integers(data.size, size=(size, data.size))].mean(1) for size in sizes])
     low, high = np.quantile(means, (0.025, 0.975))
     return Interval(float(min(low, data.mean())), float(max(high, data.mean())), "bootstrap")
 
@@ -288,9 +279,7 @@ def _read_lines(path: Path, kind: str, build: Callable[[dict[str, Any]], T]) -> 
         except _Unreadable as error:
             if number < len(lines) or not _starts_like_ours(line):
                 raise ValueError(_refusal(path, number, kind, error)) from error
-            warnings.warn(
-                f"{path}: line {number} was cut short by an interruption and is left out", stacklevel=3
-            )
+            warnings.warn(f"{path}: line {number} was cut short by an interruption and is left out", stacklevel=3)
             break
         except ValueError as error:
             raise ValueError(_refusal(path, number, kind, error)) from error
@@ -366,9 +355,7 @@ class SampleLog:
         keyed: dict[str, dict[str, Any]] = {}
         for record in records:
             if record["key"] in keyed:
-                raise ValueError(
-                    f"{self.path}: key {record['key']!r} appears twice; delete one of the two lines"
-                )
+                raise ValueError(f"{self.path}: key {record['key']!r} appears twice; delete one of the two lines")
             keyed[record["key"]] = record
         return keyed
 
@@ -388,9 +375,7 @@ class SampleLog:
         """Save one finished sample; OSError when the disk refuses, and no half line stays behind."""
         sample = _sample(record)
         if self.done(sample["key"]):
-            raise ValueError(
-                f"{self.path}: key {sample['key']!r} is saved already; ask done(key) before measuring"
-            )
+            raise ValueError(f"{self.path}: key {sample['key']!r} is saved already; ask done(key) before measuring")
         line = json.dumps(sample, allow_nan=False).encode() + b"\n"
         end = os.fstat(self._file.fileno()).st_size
         try:
@@ -456,9 +441,7 @@ def summarise(
     """
     unknown = set(by) - {*BY, "split", "seed"}
     if unknown:
-        raise ValueError(
-            f"cannot group by {', '.join(sorted(unknown))}; allowed are {', '.join(BY)}, split, seed"
-        )
+        raise ValueError(f"cannot group by {', '.join(sorted(unknown))}; allowed are {', '.join(BY)}, split, seed")
     block_names = [name for name in by if name not in ("policy", "budget")]
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     blocks: dict[tuple[Any, ...], int] = {}
@@ -499,8 +482,6 @@ def _mean(group: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _extra_means(group: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    extras = [
-        {"prompt_tokens": record.get("prompt_tokens"), **(record.get("extra") or {})} for record in group
-    ]
+    extras = [{"prompt_tokens": record.get("prompt_tokens"), **(record.get("extra") or {})} for record in group]
     means = {name: _mean(extras, name) for name in dict.fromkeys(name for extra in extras for name in extra)}
     return {name: mean for name, mean in means.items() if mean is not None}

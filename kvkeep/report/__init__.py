@@ -2,9 +2,9 @@
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvkeep.evaluate.rows import Row, read_rows, read_samples, replace_file
 from kvkeep.report.outputs import cases_by_task
@@ -26,25 +26,28 @@ class Report(NamedTuple):
     pngs: list[Path]
 
 
-def write_report(rows: Path | Sequence[Row], out: Path, *, samples: Path | None = None) -> Report:
+def write_report(
+    rows: Path | Sequence[Row], out: Path, *, samples: Path | Sequence[Mapping[str, Any]] | None = None
+) -> Report:
     """Write the page and its plots; rows come from a file or as they are.
 
     `out` is the page itself if it ends in .html, else a folder that gets report.html; plots go beside it as PNG files
-    that begin with the page's name. `samples` is a sample log: some of its outputs are shown by task. Settings without
-    a full-cache row are reported and said so. ValueError for no rows and for damaged files, FileNotFoundError for
-    missing ones.
+    that begin with the page's name. `samples` are a sample log's, as a file or as records: some of their outputs are
+    shown by task. Settings without a full-cache row are reported too, and said to lack it. ValueError for no rows and
+    for damaged files, FileNotFoundError for missing ones.
     """
     found = _rows(rows)
     html = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
-    cases = cases_by_task(read_samples(_existing(samples, "samples"))) if samples else {}
+    cases = cases_by_task(_samples(samples)) if samples is not None else {}
     all_blocks = blocks(found)
     policies = list(dict.fromkeys(line.arm.policy for block in all_blocks for line in block.lines))
     policies = [policy for policy in policies if policy != "full"]
     sections = [Section(block, _plots(block, policies)) for block in all_blocks]
     page = render(found, sections, cases)
     pngs = []
-    for section in sections:
-        place = f"-{_slug(section.block.setting.title)}" if len(sections) > 1 else ""
+    for index, section in enumerate(sections, 1):
+        # the number keeps names apart that differ only in what a file name cannot hold
+        place = f"-{index}-{_slug(section.block.setting.title)}" if len(sections) > 1 else ""
         for plot in section.plots:
             pngs.append(html.with_name(f"{html.stem}-{plot.name}{place}.png"))
             replace_file(pngs[-1], plot.light)
@@ -58,6 +61,10 @@ def _rows(rows: Path | Sequence[Row]) -> list[Row]:
         where = f" in {rows}" if isinstance(rows, Path) else ""
         raise ValueError(f"there are no rows{where} to report; `kvkeep eval` measures some")
     return found
+
+
+def _samples(samples: Path | Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return read_samples(_existing(samples, "samples")) if isinstance(samples, Path) else samples
 
 
 def _existing(path: Path, kind: str) -> Path:
@@ -78,4 +85,4 @@ def _plots(block: Block, policies: Sequence[str]) -> list[Plot]:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace(",", ""))[:60].strip("-.")
