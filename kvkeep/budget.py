@@ -2,14 +2,13 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-Schedule = Literal["uniform", "pyramid"]
-SCHEDULES: tuple[Schedule, ...] = ("uniform", "pyramid")
+SCHEDULES = ("uniform", "pyramid")
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _FORMS = "tokens (512), a share of what was seen (0.25 or '25%'), bytes ('64MiB') or 'full'"
@@ -39,7 +38,7 @@ class Budget:
     bytes: int | None = None
     sinks: int = 4
     recent: int = 16
-    schedule: Schedule = "uniform"
+    schedule: str = "uniform"
 
     def __post_init__(self) -> None:
         if sum(limit is not None for limit in (self.tokens, self.share, self.bytes)) > 1:

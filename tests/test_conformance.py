@@ -530,3 +530,136 @@ def test_going_on_after_load_equals_going_on_without(tiny, tmp_path, name, famil
     for seed in range(3):
         assert torch.equal(step(model, loaded, tokens(1, seed=seed)), step(model, cache, tokens(1, seed=seed)))
     assert torch.equal(fill(model, loaded, tokens(20)), fill(model, cache, tokens(20)))
+
+
+# the rest of generate
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_streamed_tokens_are_the_returned_ones(tiny, name):
+    class Collect:
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self):
+            self.ended = True
+
+    model, prompt, streamer = tiny("llama"), tokens(60), Collect()
+    answer = greedy(model, prompt, KVCache(model, policy=name, budget=40), 8, streamer=streamer)
+    assert streamer.ended and streamer.tokens[60:] == answer[0].tolist()
+
+
+def test_stop_strings_end_the_answer_where_the_full_cache_ends_it(embedded):
+    model, tokenizer = embedded
+    prompt = tokenizer("One, two, three, four, five, six,", return_tensors="pt").input_ids
+    options = {"stop_strings": ["nine"], "tokenizer": tokenizer, "max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    assert torch.equal(kvkeep.generate(model, prompt, policy="tova", budget=200, **options), expected)
+    assert "nine" in tokenizer.decode(expected[0][prompt.shape[1] :])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_autocast_runs_and_keeps_scores_in_fp32(tiny, name):
+    model = tiny("llama")
+    cache = KVCache(model, policy=name, budget=40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fill(model, cache, tokens(80))
+        logits = step(model, cache, tokens(1))
+    assert logits.isfinite().all() and cache.report().kept <= 40
+    assert all(layer.slots.side(n).dtype == torch.float32 for layer in cache.managed for n in layer.slots.side_names)
+
+
+@pytest.mark.parametrize("on", (True, False))
+def test_gradient_checkpointing_changes_nothing_in_evaluation(tiny, on):
+    model = copy.deepcopy(tiny("llama"))
+    expected = greedy(model, tokens(60), KVCache(model, policy="tova", budget=40), 6)
+    if on:
+        model.gradient_checkpointing_enable()
+    assert torch.equal(greedy(model, tokens(60), KVCache(model, policy="tova", budget=40), 6), expected)
+
+
+def test_training_through_an_evicting_cache_is_refused(tiny):
+    model = copy.deepcopy(tiny("llama")).train()
+    cache = KVCache(model, policy="tova", budget=40)
+    with kvkeep.attach(model), pytest.raises(ValueError, match="no gradients flow"):
+        model(tokens(60), **{kvkeep.model.cache_argument(model): cache})
+
+
+def test_a_model_detached_under_a_running_cache_is_noticed(tiny):
+    model = tiny("llama")
+    cache = KVCache(model, policy="streaming", budget=40)
+    fill(model, cache, tokens(60))
+    # the config says attached, but another attention runs
+    cache.plan.config = copy.copy(model.config)
+    cache.plan.config._attn_implementation_internal = "kvkeep"
+    argument = {kvkeep.model.cache_argument(model): cache}
+    with torch.no_grad():
+        model(tokens(1), **argument)
+        with pytest.raises(RuntimeError, match="attention did not run"):
+            model(tokens(1), **argument)
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "tovva"}, "did you mean tova"),
+        ({"budget": 0}, "smallest possible is 20"),
+        ({"budget": 19}, "smallest possible is 20"),
+        ({"budget": "1KB"}, "smallest possible is"),
+        ({"budget": 1.5}, r"\(0, 1\]"),
+        ({"schedule": "cone", "budget": 40}, "uniform, pyramid"),
+    ],
+)
+def test_impossible_settings_are_refused_at_construction(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        KVCache(tiny("llama"), **options)
+
+
+def test_the_smallest_byte_budget_named_is_possible_and_one_less_is_not(tiny):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="smallest possible") as refused:
+        KVCache(model, policy="h2o", budget="1KB")
+    smallest = int(str(refused.value).split("smallest possible is ")[1].split()[0])
+    with pytest.raises(ValueError, match="smallest possible"):
+        KVCache(model, policy="h2o", budget=f"{smallest - 1}B")
+    cache = KVCache(model, policy="h2o", budget=f"{smallest}B")
+    fill(model, cache, tokens(80))
+    assert cache.report().bytes <= smallest and cache.report().kept == 20
+
+
+def test_layers_that_cannot_be_managed_are_refused_by_type(tiny):
+    import transformers
+
+    hybrid = copy.deepcopy(tiny("llama").config)
+    hybrid.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match="layer 1 is of type 'linear_attention'"):
+        KVCache(hybrid)
+    shared = copy.deepcopy(tiny("llama").config)
+    shared.num_kv_shared_layers = 1
+    with pytest.raises(ValueError, match="shared-KV"):
+        KVCache(shared)
+    window = transformers.MistralConfig(sliding_window=64, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="nothing to evict"):
+        KVCache(window)
+
+
+def test_an_empty_prompt_and_a_chunk_of_nothing_are_refused(tiny):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="empty"):
+        kvkeep.generate(model, torch.zeros(1, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        kvkeep.generate(model, tokens(20), chunk=0)
+
+
+def test_the_oracle_asks_for_its_future(tiny):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="future"):
+        kvkeep.generate(model, tokens(60), policy="oracle", budget=40)
+    with pytest.raises(ValueError, match="future="):
+        kvkeep.prefill(model, tokens(60), KVCache(model, policy="oracle", budget=40))
