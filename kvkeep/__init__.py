@@ -15,6 +15,7 @@ _PUBLIC = {
     "attach": "model",
     "prefill": "model",
     "generate": "model",
+    "cache_argument": "model",
     "load": "load",
 }
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .group import CacheGroup as CacheGroup
     from .load import load as load
     from .model import attach as attach
+    from .model import cache_argument as cache_argument
     from .model import generate as generate
     from .model import prefill as prefill
     from .policies import POLICIES as POLICIES

@@ -33,7 +33,7 @@ def fill(model, cache: KVCache, input_ids: Tensor, **options) -> Tensor:
 
 def step(model, cache: KVCache, token: Tensor) -> Tensor:
     position = torch.full_like(token, cache.get_seq_length())
-    argument = {kvkeep.model.cache_argument(model): cache}
+    argument = {kvkeep.cache_argument(model): cache}
     with torch.no_grad(), kvkeep.attach(model):
         return model(token, position_ids=position, **argument).logits[:, -1]
 
@@ -60,7 +60,7 @@ def test_a_full_budget_gives_the_stock_caches_tokens(tiny, family, attached):
         got = kvkeep.generate(model, prompt, cache=cache, max_new_tokens=30, do_sample=False)
     else:
         got = model.generate(
-            prompt, max_new_tokens=30, do_sample=False, **{kvkeep.model.cache_argument(model): cache}
+            prompt, max_new_tokens=30, do_sample=False, **{kvkeep.cache_argument(model): cache}
         )
     assert torch.equal(got, expected)
 
@@ -286,7 +286,7 @@ def test_drafts_without_a_known_prompt_are_refused_with_the_reason(tiny):
             prompt,
             max_new_tokens=8,
             prompt_lookup_num_tokens=4,
-            **{kvkeep.model.cache_argument(model): cache},
+            **{kvkeep.cache_argument(model): cache},
         )
 
 
@@ -388,7 +388,7 @@ def test_an_attached_model_without_our_cache_is_the_stock_model(tiny, family):
 @pytest.mark.parametrize("name", [n for n in CAUSAL if "queries" not in POLICIES[n].needs])
 def test_key_value_policies_work_without_attaching(tiny, name):
     model, prompt = tiny("llama"), tokens(90)
-    argument = kvkeep.model.cache_argument(model)
+    argument = kvkeep.cache_argument(model)
     plain = KVCache(model, policy=name, budget=40)
     got = model.generate(prompt, max_new_tokens=12, do_sample=False, **{argument: plain})
     expected = greedy(model, prompt, KVCache(model, policy=name, budget=40), 12)
@@ -403,14 +403,14 @@ def test_policies_that_read_queries_say_how_to_attach(tiny, name):
     model = tiny("llama")
     cache = KVCache(model, policy=name, budget=40)
     with pytest.raises(RuntimeError, match=r"kvkeep\.attach\(model\)"):
-        model.generate(tokens(50), max_new_tokens=2, **{kvkeep.model.cache_argument(model): cache})
+        model.generate(tokens(50), max_new_tokens=2, **{kvkeep.cache_argument(model): cache})
 
 
 def test_an_unattached_batch_is_refused_since_its_padding_cannot_be_seen(tiny):
     model = tiny("llama")
     cache = KVCache(model, policy="streaming", budget=40)
     with pytest.raises(RuntimeError, match="padding"):
-        model.generate(tokens(50, batch=2), max_new_tokens=2, **{kvkeep.model.cache_argument(model): cache})
+        model.generate(tokens(50, batch=2), max_new_tokens=2, **{kvkeep.cache_argument(model): cache})
 
 
 # everyday use
@@ -457,7 +457,7 @@ def test_without_no_grad_the_cache_holds_no_graph(tiny, name):
     cache = KVCache(model, policy=name, budget=40)
     with kvkeep.attach(model):
         for length in (60, 1, 1):
-            model(tokens(length), **{kvkeep.model.cache_argument(model): cache})
+            model(tokens(length), **{kvkeep.cache_argument(model): cache})
     assert not any(array.requires_grad for layer in cache.managed for array in layer.slots._arrays.values())
 
 
@@ -585,7 +585,7 @@ def test_training_through_an_evicting_cache_is_refused(tiny):
     model = copy.deepcopy(tiny("llama")).train()
     cache = KVCache(model, policy="tova", budget=40)
     with kvkeep.attach(model), pytest.raises(ValueError, match="no gradients flow"):
-        model(tokens(60), **{kvkeep.model.cache_argument(model): cache})
+        model(tokens(60), **{kvkeep.cache_argument(model): cache})
 
 
 def test_a_model_detached_under_a_running_cache_is_noticed(tiny):
@@ -595,7 +595,7 @@ def test_a_model_detached_under_a_running_cache_is_noticed(tiny):
     # the config says attached, but another attention runs
     cache.plan.config = copy.copy(model.config)
     cache.plan.config._attn_implementation_internal = "kvkeep"
-    argument = {kvkeep.model.cache_argument(model): cache}
+    argument = {kvkeep.cache_argument(model): cache}
     with torch.no_grad():
         model(tokens(1), **argument)
         with pytest.raises(RuntimeError, match="attention did not run"):
