@@ -3,14 +3,16 @@
 B sequences, H KV heads, G query heads per KV head, T new tokens, D head size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
+from .attention import attend
 from .cache import KVCache
 from .layer import KVLayer, Plan
 
@@ -22,11 +24,16 @@ class CacheGroup(Cache):
     the batch belongs to member i. This is what makes a wide table of policies affordable.
 
     Args:
-        members: fresh caches for the same model.
+        members: caches for the same model, all fresh or all with the same prompt behind them. Sliding-window layers
+            are not a policy's: the group takes those of its first member, and shares them while the prompt is read.
+
+    Raises:
+        ValueError: without members, or where they have not seen equally many tokens.
     """
 
     def __init__(self, members: Iterable[KVCache]):
         self.members = list(members)
+        _check_together(self.members)
         super().__init__(
             layers=[
                 _GroupLayer([member.layers[index] for member in self.members], self.members[0].plan)  # type: ignore[misc]
@@ -35,6 +42,47 @@ class CacheGroup(Cache):
                 for index, layer in enumerate(self.members[0].layers)
             ]
         )
+
+    def select(self, rows: Sequence[int]) -> "CacheGroup":
+        """A group of the members `rows` alone, in that order; they stay the same objects.
+
+        The new group has sliding windows of its own: what either group reads from now on, the other does not see there.
+        """
+        chosen = CacheGroup(self.members[row] for row in rows)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                chosen.layers[index] = _window(layer, rows)
+        return chosen
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, DynamicSlidingWindowLayer) and 0 < _num_windows(layer) < key_states.shape[0]:
+            # one window was enough for the prompt; the member it came from keeps it
+            self.layers[layer_idx] = layer = copy(layer)
+            layer.batch_repeat_interleave(key_states.shape[0])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _check_together(members: Sequence[KVCache]) -> None:
+    if not members:
+        raise ValueError("a group needs at least one member")
+    seen = sorted({member.managed[0].get_seq_length() for member in members})
+    if len(seen) > 1:
+        raise ValueError(f"the members of a group must have read the same prompt; these have seen {seen} tokens")
+
+
+def _num_windows(layer: DynamicSlidingWindowLayer) -> int:
+    return layer.keys.shape[0] if layer.keys is not None else 0
+
+
+def _window(layer: DynamicSlidingWindowLayer, rows: Sequence[int]) -> DynamicSlidingWindowLayer:
+    """A copy of a sliding-window layer for `rows`; they still share one as long as it holds the prompt alone."""
+    window = copy(layer)
+    if _num_windows(layer) > 1:
+        window.batch_select_indices(torch.tensor(rows))
+    return window
 
 
 class _GroupLayer(CacheLayerMixin):
@@ -57,17 +105,19 @@ class _GroupLayer(CacheLayerMixin):
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         if keys.shape[0] == 1:
             return self._attend_shared(queries, keys, values, valid, scale)
-        rows = zip(queries.split(1), keys.split(1), values.split(1), strict=True)
-        outputs = [
-            layer.attend(*row, None if valid is None else valid[i : i + 1], scale)
-            for i, (layer, row) in enumerate(zip(self.layers, rows, strict=True))
-        ]
-        return torch.cat(outputs)
+        masks = [None] * len(self.layers) if valid is None else valid.split(1)
+        rows = zip(self.layers, queries.split(1), keys.split(1), values.split(1), masks, strict=True)
+        return torch.cat([_attend_alone(*row, scale) for row in rows])
 
     def _attend_shared(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float
     ) -> Tensor:
         first, *others = self.layers
+        if others and any(layer.slots is not None and layer.slots.kept < layer.seen for layer in self.layers):
+            raise ValueError(
+                f"the {len(self.layers)} members of this group hold different tokens by now: give one row to each, "
+                "input_ids.expand(len(group.members), -1)"
+            )
         seen = first.take(queries, keys, values, valid, scale)
         output = first.read(queries, seen, scale)
         for layer in others:
@@ -85,3 +135,20 @@ class _GroupLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _attend_alone(
+    layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float
+) -> Tensor:
+    """What `KVLayer.attend` does, by the fast kernels even where nothing was evicted yet.
+
+    A batch has other last bits than a batch of one, so the stock cache's slower call would gain nothing here.
+    """
+    seen = layer.take(queries, keys, values, valid, scale)
+    slots = seen.slots
+    assert seen.query_positions is not None
+    output = attend(
+        queries, slots.keys, slots.values, slots.positions, seen.query_positions, scale, has_empty=layer.has_empty
+    )
+    layer.settle(seen)
+    return output

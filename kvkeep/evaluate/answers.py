@@ -1,0 +1,139 @@
+"""One prompt, read once and answered under many policies and budgets as one batch.
+
+M members, P prompt tokens, F tokens that follow it, L tokens looked ahead at.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..cache import KVCache
+from ..group import CacheGroup
+from ..model import attach, cache_argument
+
+
+class Answer(NamedTuple):
+    """One member's greedy answer, and what its cache held right after the prompt.
+
+    `kept` is tokens per KV head, `cache_bytes` are measured, `full_bytes` is what transformers' own cache would hold.
+    """
+
+    tokens: list[int]
+    kept: float
+    cache_bytes: int
+    full_bytes: int
+
+
+@torch.inference_mode()
+def answer_together(
+    model: PreTrainedModel,
+    members: Sequence[KVCache],
+    prompt: Int[Tensor, "1 P"],
+    follow_up: Int[Tensor, "1 F"],
+    *,
+    future: Int[Tensor, "1 L"] | None = None,
+    max_new_tokens: int,
+    ends: Collection[int] = (),
+) -> list[Answer]:
+    """What each member answers: each is what it would be if that cache were used alone.
+
+    Args:
+        members: fresh caches; each compresses the prompt, then reads `follow_up`, then decodes.
+        follow_up: tokens behind the compressed prompt, such as the question about it; may be none.
+        future: tokens that the oracle is shown before it evicts.
+        max_new_tokens: longest answer.
+        ends: tokens that end an answer; they are no part of it.
+
+    Raises:
+        ValueError: for an oracle without a future.
+    """
+    with attach(model):
+        group = CacheGroup(members)
+        logits = _read_prompt(model, group, prompt, future)
+        held = [(member.report().kept, member.report().bytes, _stock_bytes(member)) for member in members]
+        rows = len(members)
+        if follow_up.shape[1]:
+            logits = _forward(model, follow_up.expand(rows, -1), group)
+        answers = _decode(model, group, logits.expand(rows, -1), max_new_tokens, ends)
+    return [Answer(tokens, *sizes) for tokens, sizes in zip(answers, held, strict=True)]
+
+
+def _read_prompt(
+    model: PreTrainedModel, group: CacheGroup, prompt: Int[Tensor, "1 P"], future: Int[Tensor, "1 L"] | None
+) -> Float[Tensor, "1 V"]:
+    """Logits after the prompt, which every member has compressed; what `kvkeep.prefill` does, for all at once."""
+    oracles = [row for row, member in enumerate(group.members) if _needs_future(member)]
+    if not oracles:
+        return _forward(model, prompt, group)
+    if future is None:
+        raise ValueError("the oracle needs the future: pass future=, the tokens that will follow")
+    _hold(group, oracles, True)
+    logits = _forward(model, prompt, group)
+    _look_ahead(model, group.select(oracles), future)
+    _hold(group, oracles, False)
+    return logits
+
+
+def _needs_future(member: KVCache) -> bool:
+    return "future" in member.policy.needs and not member.budget.unlimited
+
+
+def _hold(group: CacheGroup, rows: Sequence[int], holding: bool) -> None:
+    """Hold back what these members would evict, or let it go."""
+    for row in rows:
+        group.members[row].plan.holding = holding
+        for layer in group.members[row].managed if not holding else ():
+            layer.release()
+
+
+def _look_ahead(model: PreTrainedModel, group: CacheGroup, future: Int[Tensor, "1 L"]) -> None:
+    """Show the members tokens that are taken back afterwards; sliding windows are the group's own and go with it."""
+    plans = [member.plan for member in group.members]
+    for plan in plans:
+        plan.ahead = True
+    _forward(model, future, group)
+    for plan in plans:
+        plan.ahead = False
+    for layer in (layer for member in group.members for layer in member.managed):
+        layer.crop(-future.shape[1])
+
+
+def _decode(
+    model: PreTrainedModel,
+    group: CacheGroup,
+    logits: Float[Tensor, "M V"],
+    max_new_tokens: int,
+    ends: Collection[int],
+) -> list[list[int]]:
+    """Greedy tokens of every member; whoever has finished leaves the batch."""
+    answers: list[list[int]] = [[] for _ in group.members]
+    rows = list(range(len(answers)))
+    for step in range(1, max_new_tokens + 1):
+        tokens = logits.argmax(-1)
+        going = [place for place, token in enumerate(tokens.tolist()) if token not in ends]
+        if not going:
+            break
+        if len(going) < len(rows):
+            rows, tokens, group = [rows[place] for place in going], tokens[going], group.select(going)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            answers[row].append(token)
+        if step == max_new_tokens:
+            break
+        logits = _forward(model, tokens[:, None], group)
+    return answers
+
+
+def _forward(model: PreTrainedModel, input_ids: Int[Tensor, "B T"], cache: Cache) -> Float[Tensor, "B V"]:
+    """Logits of the last token."""
+    return model(input_ids=input_ids, logits_to_keep=1, **{cache_argument(model): cache}).logits[:, -1]
+
+
+def _stock_bytes(member: KVCache) -> int:
+    """Bytes of the keys and values of everything seen: what transformers' own cache holds in these layers."""
+    slots = [(layer.seen, layer.slots) for layer in member.managed if layer.slots is not None]
+    return sum(seen * (held.keys[:, :, 0].nbytes + held.values[:, :, 0].nbytes) for seen, held in slots)
