@@ -663,3 +663,53 @@ def test_the_oracle_asks_for_its_future(tiny):
         kvkeep.generate(model, tokens(60), policy="oracle", budget=40)
     with pytest.raises(ValueError, match="future="):
         kvkeep.prefill(model, tokens(60), KVCache(model, policy="oracle", budget=40))
+
+
+# memory
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_bounded_cache_decodes_in_place(tiny, name):
+    model = tiny("llama")
+    cache = KVCache(model, policy=name, budget=40)
+    fill(model, cache, tokens(80))
+    where = [layer.slots.keys.data_ptr() for layer in cache.managed]
+    for seed in range(10):
+        step(model, cache, tokens(1, seed=seed))
+    assert [layer.slots.keys.data_ptr() for layer in cache.managed] == where
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_chunked_prefill_never_holds_more_than_budget_and_chunk(tiny, name, monkeypatch):
+    model, most = tiny("llama"), 0
+    settle = kvkeep.layer.KVLayer.settle
+
+    def watched(layer, seen):
+        nonlocal most
+        most = max(most, layer.slots.capacity)
+        settle(layer, seen)
+
+    monkeypatch.setattr(kvkeep.layer.KVLayer, "settle", watched)
+    schedule = kvkeep.Budget(tokens=40)
+    fill(model, KVCache(model, policy=name, budget=schedule), tokens(300), chunk=32)
+    assert 40 < most <= 40 + 32 + 1
+
+
+def test_the_old_storage_is_gone_after_an_eviction(tiny):
+    import weakref
+
+    model, storages = tiny("llama"), []
+    cache = KVCache(model, policy="tova", budget=40)
+    settle = kvkeep.layer.KVLayer.settle
+
+    def watched(layer, seen):
+        storages.append(weakref.ref(layer.slots.keys.untyped_storage()))
+        settle(layer, seen)
+
+    kvkeep.layer.KVLayer.settle = watched
+    try:
+        fill(model, cache, tokens(300))
+    finally:
+        kvkeep.layer.KVLayer.settle = settle
+    assert storages and all(storage() is None for storage in storages)
+    assert cache.report().bytes < 41 * 2 * (2 * 16 * 4 + 4) * 3 * 1.1
