@@ -42,7 +42,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if sum(limit is not None for limit in (self.tokens, self.share, self.bytes)) > 1:
-            raise ValueError(f"a budget is one of tokens, share or bytes, got several: {self}")
+            raise ValueError(f"a budget is one of tokens, share or bytes, got several: {self!r}")
         if self.sinks < 0 or self.recent < 0:
             raise ValueError(f"sinks and recent cannot be negative, got sinks={self.sinks}, recent={self.recent}")
         if self.schedule not in SCHEDULES:
@@ -72,7 +72,7 @@ class Budget:
             return replace(value, **options)
         if value is None or value == "full":
             return cls(**options)
-        if isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError(f"a budget is {_FORMS}, got {value!r}")
         if isinstance(value, int):
             return cls(tokens=value, **options)
