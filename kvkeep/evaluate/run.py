@@ -1,0 +1,240 @@
+"""`kvkeep eval`: tasks x policies x budgets on one model, saved sample by sample and summed up in rows."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from .. import __version__
+from ..budget import Budget
+from ..cache import KVCache
+from ..names import nearest
+from ..policies import POLICIES, make_policy
+from .answers import answer_together
+from .prompts import QUESTION_PLACES, Exam, encode
+from .rows import Row, SampleLog, manifest, read_rows, summarise, write_rows
+from .tasks import SPLITS, TASKS, Sample, score
+
+FULL = "full"
+# called with prompts done, prompts in all, and the task that comes next
+Progress = Callable[[int, int, str], None]
+
+
+class Arm(NamedTuple):
+    """One policy at one budget, as rows name them."""
+
+    policy: str
+    budget: str
+
+    def fresh_cache(self, model: PreTrainedModel, seed: int) -> KVCache:
+        """An empty cache; `seed` is for policies that draw at random."""
+        if self.policy == FULL:
+            return KVCache(model)
+        draws = "seed" in {field.name for field in fields(POLICIES[self.policy])}
+        policy = make_policy(self.policy, seed=seed) if draws else make_policy(self.policy)
+        return KVCache(model, policy=policy, budget=self.budget)
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    model_name: str,
+    tasks: Sequence[str],
+    policies: Sequence[str],
+    budgets: Sequence[int | float | str],
+    length: int,
+    question: str = "after",
+    split: str = "test",
+    num_samples: int = 25,
+    out: Path,
+    seed: int = 0,
+    haystack: Path | None = None,
+    templates: Path | None = None,
+    data: Path | None = None,
+    max_new_tokens: int | None = None,
+    progress: Progress = lambda done, total, task: None,
+    command: str | None = None,
+) -> list[Row]:
+    """Ask every task under every policy at every budget, and under the full cache, which is always measured too.
+
+    A prompt runs once for all policies and budgets, which then decode as one batch. Finished samples are on disk, in
+    `out`/samples.jsonl, before the next begins: the same call goes on after them, also after kill -9, and a larger
+    `num_samples` adds to them. In the end `out`/rows.jsonl gets this model's rows; rows of other models stay in it.
+
+    Args:
+        model_name: what rows and samples call the model.
+        tasks: keys of `TASKS`.
+        policies: keys of `POLICIES`; "full" may be among them.
+        budgets: as for `KVCache`.
+        length: tokens of a prompt, without the chat template's.
+        question: "inside" the compressed prompt or "after" it (see `encode`).
+        split: "train", "validation" or "test".
+        num_samples: prompts per task.
+        seed: for policies that draw at random; prompts depend on split and number alone.
+        haystack, templates, data: other text, words and questions than the package's own (see `tasks.generate`).
+        max_new_tokens: longest answer; None takes each task's own.
+        progress: called before each prompt and at the end.
+        command: how to run this again, for the rows; None takes this process's command line.
+
+    Returns:
+        This model's rows, one for each task, policy and budget; the full cache's comes first in each task.
+
+    Raises:
+        ValueError: before any work, for unknown names, impossible budgets and lengths, more samples than there are, and
+            an `out` that holds samples of this model under other settings.
+        OSError: when a sample cannot be saved; those before it are.
+    """
+    _known("split", [split], SPLITS)
+    _known("place of the question", [question], QUESTION_PLACES)
+    arms = _arms(policies, budgets)
+    for arm in arms:
+        arm.fresh_cache(model, seed)
+    exam = Exam(
+        tokenizer=tokenizer,
+        tasks=_known("task", tasks, TASKS),
+        num_tokens=length,
+        split=split,
+        num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
+        haystack=haystack,
+        templates=templates,
+        data=data,
+    )
+    exam.check()
+    _warn_if_too_long(model, length)
+    naming = {"model": model_name, "length": length, "question": question, "split": split, "seed": seed}
+    settings = {**exam.settings, "seed": seed, "weights": _fingerprint(model, tokenizer), "kvkeep": __version__}
+    with SampleLog(_folder(out) / "samples.jsonl") as log:
+        _refuse_other_settings(log, model_name, settings)
+        for place, (task, index) in enumerate(exam.places):
+            progress(place, len(exam.places), task)
+            named = {arm: {**naming, "task": task, "index": index, **arm._asdict()} for arm in arms}
+            keys = {arm: _key(named[arm], settings) for arm in arms}
+            missing = [arm for arm in arms if not log.done(keys[arm])]
+            if missing:
+                caches = [arm.fresh_cache(model, seed) for arm in missing]
+                measured = _ask(model, tokenizer, exam.sample(task, index), question, caches)
+                for arm, record in zip(missing, measured, strict=True):
+                    log.append({"key": keys[arm], **named[arm], **record, "settings": settings})
+        progress(len(exam.places), len(exam.places), "")
+        stamp = manifest(model_name, dtype=str(model.dtype), device=str(model.device), command=command)
+        return _write_rows(out / "rows.jsonl", log.records, stamp)
+
+
+def _ask(
+    model: PreTrainedModel, tokenizer: Any, sample: Sample, question: str, caches: Sequence[KVCache]
+) -> Iterator[dict[str, Any]]:
+    """What each cache answers and held, as the measured part of a record."""
+    prompt = encode(tokenizer, sample, question)
+    device = model.device
+    answers = answer_together(
+        model,
+        caches,
+        prompt.compressed.to(device),
+        prompt.follow_up.to(device),
+        future=prompt.future.to(device),
+        max_new_tokens=sample.max_new_tokens,
+        ends=_ends(model, tokenizer),
+    )
+    for answer in answers:
+        output = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        yield {
+            "score": score(sample, output),
+            "output": output,
+            "answers": list(sample.answers),
+            "prompt": sample.question.strip() + sample.answer_prefix,
+            "prompt_tokens": prompt.compressed.shape[1],
+            "kept": answer.kept,
+            "cache_bytes": answer.cache_bytes,
+            "full_bytes": answer.full_bytes,
+        }
+
+
+def _write_rows(path: Path, records: Iterable[Mapping[str, Any]], stamp: Mapping[str, Any]) -> list[Row]:
+    rows = summarise([record for record in records if record["model"] == stamp["model"]], stamp=stamp)
+    others = [row for row in read_rows(path) if row.model != stamp["model"]] if path.exists() else []
+    write_rows(path, [*others, *rows])
+    return rows
+
+
+def _arms(policies: Sequence[str], budgets: Sequence[int | float | str]) -> list[Arm]:
+    """The full cache first, then every policy at every budget."""
+    names = [name for name in _known("policy", policies, [*POLICIES, FULL]) if name != FULL]
+    limits = [_text(budget) for budget in budgets if not Budget.parse(budget).unlimited]
+    if names and not limits:
+        raise ValueError(f"no budget given for {', '.join(names)}; give some, such as 25%, or the policy full alone")
+    return [Arm(FULL, FULL), *dict.fromkeys(Arm(name, limit) for name in names for limit in limits)]
+
+
+def _text(budget: int | float | str) -> str:
+    """One spelling for equal budgets; bytes stay as they were given."""
+    parsed = Budget.parse(budget)
+    return str(parsed) if parsed.bytes is None else str(budget)
+
+
+def _known(kind: str, names: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
+    """The names without repeats, refused with near ones where there is no such thing."""
+    allowed = list(known)
+    if not names:
+        raise ValueError(f"no {kind} given; choose from {', '.join(allowed)}")
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"unknown {kind} {name!r}; {nearest(name, allowed)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _warn_if_too_long(model: PreTrainedModel, length: int) -> None:
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and length > most:
+        warnings.warn(f"prompts of {length} tokens are longer than the model's maximum of {most}", stacklevel=3)
+
+
+def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+    """Tokens that end an answer."""
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+
+
+def _key(named: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Names one sample: what it is, and a digest of everything else that its score depends on."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    names = ("model", "task", "length", "question", "split", "index", "policy", "budget")
+    return "/".join([*(str(named[name]) for name in names), digest])
+
+
+def _refuse_other_settings(log: SampleLog, model_name: str, settings: Mapping[str, Any]) -> None:
+    """Rows average over samples, so those of one model must be alike in all that rows do not name."""
+    for record in log.records:
+        theirs = record.get("settings") or {}
+        if record.get("model") == model_name and theirs != settings:
+            differs = [
+                f"{name} {theirs.get(name)!r} there, {settings.get(name)!r} now"
+                for name in dict.fromkeys([*settings, *theirs])
+                if theirs.get(name) != settings.get(name)
+            ]
+            raise ValueError(
+                f"{log.path} holds samples of {model_name} under other settings ({'; '.join(differs)}); give another "
+                "out folder, or the settings of before"
+            )
+
+
+def _folder(out: Path) -> Path:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out is {out}, which is a file; give a folder for samples.jsonl and rows.jsonl")
+    return out
+
+
+def _fingerprint(model: PreTrainedModel, tokenizer: Any) -> str:
+    """Of the weights, by 64 numbers of each tensor, and of what else turns text into tokens and back."""
+    whole = hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer), sorted(_ends(model, tokenizer)))).encode())
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().reshape(-1)
+        few = flat[:: max(1, flat.numel() // 64)][:64].double().cpu()
+        whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + few.numpy().tobytes())
+    return whole.hexdigest()[:16]
