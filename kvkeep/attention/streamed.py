@@ -13,6 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # rows of a tile times slots: 2^22 fp32 logits a head are 16 MiB
 _TILE_LOGITS = 2**22
+# 2^21 fp32 logits over all heads are 8 MiB: several passes over a tile stay within a processor's cache
+_MASS_LOGITS = 2**21
+_MASS_ROWS = 8
 
 
 def attend(
@@ -98,14 +101,19 @@ class AttentionMass:
         if T == 1 and not self._has_empty:
             return ((queries.view(B, H, HG // H, D).float() * self._scale) @ keys).softmax(-1).mean(2)
         total = keys.new_zeros(B, H, N)
-        tile = _tile(HG // H, N)
+        earliest = self._positions.amin((0, 1))
+        tile = max(_MASS_ROWS, _MASS_LOGITS // (B * HG * N))
         grouped = queries.reshape(B, H, HG // H, T, D)
         for rows, at in zip(grouped.split(tile, dim=3), query_positions.split(tile, dim=1), strict=True):
-            logits = (rows.float() * self._scale) @ keys[:, :, None]
-            logits.masked_fill_(~_visible(self._positions, at)[:, :, None], -torch.inf)
+            reach = _reach(earliest, at)
+            # packed: broadcasting the keys over the group would copy them for every tile
+            packed = (rows.float() * self._scale).reshape(B, H, -1, D)
+            logits = (packed @ keys[..., :reach]).view(B, H, HG // H, -1, reach)
+            logits.masked_fill_(~_visible(self._positions[..., :reach], at)[:, :, None], -torch.inf)
             # padding queries give nothing
-            weights = logits.softmax(-1).mean(2) * (at >= 0)[:, None, :, None]
-            total += weights.sum(2)
+            share = (at >= 0).float()[:, None, None].expand(B, 1, HG // H, -1) * (H / HG)
+            weights = logits.softmax(-1).view(B, H, -1, reach)
+            total[..., :reach] += (share.reshape(B, 1, 1, -1) @ weights)[:, :, 0]
         return total
 
 
@@ -114,6 +122,13 @@ def _visible(positions: Int[Tensor, "B H N"], query_positions: Int[Tensor, "B t"
     slots = positions[:, :, None, :]
     # a padding query sees everything: its row must be finite and is read by nobody
     return ((slots >= 0) & (slots <= at)) | (at < 0)
+
+
+def _reach(earliest: Int[Tensor, " N"], query_positions: Int[Tensor, "B t"]) -> int:
+    """Slots up to the last that any of the queries may see, given each slot's earliest position in any head."""
+    hidden = (earliest > query_positions.amax()).flip(0)
+    # argmin finds the first that is not hidden, or slot 0 where all are
+    return len(hidden) - int(hidden.int().argmin())
 
 
 def _attend_tile(rows: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
