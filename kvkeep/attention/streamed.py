@@ -13,9 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # rows of a tile times slots: 2^22 fp32 logits a head are 16 MiB
 _TILE_LOGITS = 2**22
-# 2^21 fp32 logits over all heads are 8 MiB: several passes over a tile stay within a processor's cache
-_MASS_LOGITS = 2**21
-_MASS_ROWS = 8
+# sums over logits pass over a tile several times: an eighth of it stays within a processor's cache
+_SUM_TILES = 8
 
 
 def attend(
@@ -102,7 +101,7 @@ class AttentionMass:
             return ((queries.view(B, H, HG // H, D).float() * self._scale) @ keys).softmax(-1).mean(2)
         total = keys.new_zeros(B, H, N)
         earliest = self._positions.amin((0, 1))
-        tile = max(_MASS_ROWS, _MASS_LOGITS // (B * HG * N))
+        tile = _tile(_SUM_TILES * HG // H, N)
         grouped = queries.reshape(B, H, HG // H, T, D)
         for rows, at in zip(grouped.split(tile, dim=3), query_positions.split(tile, dim=1), strict=True):
             reach = _reach(earliest, at)
