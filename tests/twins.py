@@ -101,12 +101,195 @@ def worth_order(score: Sequence[float], positions: Sequence[int], guarded: Seque
     return sorted(range(len(score)), key=rank, reverse=True)
 
 
-def kept_by_sorting(
-    score: Sequence[float], positions: Sequence[int], guarded: Sequence[bool], count: int
-) -> list[int]:
+def kept_by_sorting(score: Sequence[float], positions: Sequence[int], guarded: Sequence[bool], count: int) -> list[int]:
     return sorted(worth_order(score, positions, guarded)[:count])
 
 
 def victim_by_sorting(score: Sequence[float], positions: Sequence[int], guarded: Sequence[bool]) -> int:
     candidates = [slot for slot in range(len(score)) if positions[slot] >= 0 and not guarded[slot]]
     return min(candidates, key=lambda slot: (score[slot], positions[slot]))
+
+
+# policies
+
+
+@dataclass
+class Run:
+    """One sequence read in pieces, in one layer, with nothing evicted.
+
+    Attributes:
+        queries: `[H, G, N, D]` after rotation.
+        keys, values: `[H, N, D]`.
+        sizes: tokens of each forward; they add up to N.
+        ahead: tokens at the end that are a look-ahead.
+        options: the policy's settings.
+        angle: angles `[D / 2]` by which a step of one position turns each pair of dimensions.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    sizes: tuple[int, ...]
+    options: dict[str, Any]
+    layer: int = 0
+    ahead: int = 0
+    angle: Tensor | None = None
+
+    @property
+    def forwards(self) -> list[range]:
+        """Positions of the new tokens of each forward."""
+        stops = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
+        return [range(stop - size, stop) for stop, size in zip(stops, self.sizes, strict=True)]
+
+
+def attention_of(run: Run, head: int, query: int) -> Tensor:
+    """Softmax over the tokens up to `query`, mean over the query heads of the group: `[N]`."""
+    weights = torch.zeros(run.keys.shape[1])
+    for q in run.queries[head, :, query]:
+        logits = run.keys[head, : query + 1] @ q / math.sqrt(q.shape[0])
+        weights[: query + 1] += logits.softmax(0) / run.queries.shape[1]
+    return weights
+
+
+def per_head(worth: Callable[[Run, int], Tensor]) -> Callable[[Run], Tensor]:
+    return lambda run: torch.stack([worth(run, head) for head in range(run.keys.shape[0])])
+
+
+def random(run: Run, head: int) -> Tensor:
+    mask = 2**32 - 1
+
+    def uniform(position: int) -> float:
+        seed = run.options["seed"] + 1_000_003 * run.layer
+        x = (position * 0x9E3779B1 + head * 0x85EBCA77 + seed * 0xC2B2AE3D) & mask
+        x = (x ^ x >> 16) * 0x85EBCA6B & mask
+        x = (x ^ x >> 16) * 0xC2B2AE35 & mask
+        return ((x ^ x >> 16) >> 8) / 2**24
+
+    return torch.tensor([uniform(position) for position in range(run.keys.shape[1])])
+
+
+def streaming(run: Run, head: int) -> Tensor:
+    return torch.arange(float(run.keys.shape[1]))
+
+
+def knorm(run: Run, head: int) -> Tensor:
+    return torch.tensor([-math.sqrt(sum(x * x for x in key)) for key in run.keys[head].tolist()])
+
+
+def keydiff(run: Run, head: int) -> Tensor:
+    directions = [key / key.norm() for key in run.keys[head]]
+    anchor = sum(directions) / len(directions)
+    return torch.stack([-(d @ anchor) / anchor.norm() for d in directions])
+
+
+def lagkv(run: Run, head: int) -> Tensor:
+    """Equations (2) to (6) of arXiv 2504.04704, then each token's place in its partition."""
+    lag, sinks, N = run.options["lag"], run.options["sinks"], run.keys.shape[1]
+    worth = torch.full((N,), 2.0)
+    starts = range(sinks, N - 2 * lag + 1, lag)
+    for start in starts:
+        score = torch.zeros(lag)
+        for array in (run.keys[head], run.values[head]):
+            part, following = array[start : start + lag], array[start + lag : start + 2 * lag]
+            low, high = following.min(0).values, following.max(0).values
+            score += ((part - low) / (high - low)).std(1).softmax(0)
+        for i in range(lag):
+            worth[start + i] = sum(bool(other < score[i]) for other in score) / lag
+    return worth
+
+
+def tova(run: Run, head: int) -> Tensor:
+    newest = run.keys.shape[1] - 1
+    if not run.options["share_heads"]:
+        return attention_of(run, head, newest)
+    return sum(attention_of(run, h, newest) for h in range(run.keys.shape[0])) / run.keys.shape[0]
+
+
+def h2o(run: Run, head: int) -> Tensor:
+    return sum(attention_of(run, head, query) for query in range(run.keys.shape[1]))
+
+
+def snapkv(run: Run, head: int) -> Tensor:
+    window, reach = run.options["window"], run.options["kernel"] // 2
+    worth = torch.zeros(run.keys.shape[1])
+    for new in run.forwards:
+        observed = list(new)[-window:]
+        mass = sum(attention_of(run, head, query) for query in observed) / window
+        if len(new) > 1:
+            held = mass[: new.stop]
+            pooled = [held[max(0, i - reach) : i + reach + 1].max() for i in range(new.stop)]
+            mass[: new.stop] = torch.stack(pooled)
+        worth = worth * (1 - len(observed) / window) + mass
+    return worth
+
+
+def rotation(angle: Tensor, position: float) -> Tensor:
+    """The matrix `[D, D]` that turns dimension i with dimension i + D / 2 by `position * angle[i]`."""
+    half = len(angle)
+    matrix = torch.zeros(2 * half, 2 * half, dtype=torch.float64)
+    for i, a in enumerate(angle.tolist()):
+        matrix[i, i] = matrix[half + i, half + i] = math.cos(position * a)
+        matrix[half + i, i] = math.sin(position * a)
+        matrix[i, half + i] = -math.sin(position * a)
+    return matrix
+
+
+def future_gaussian(run: Run, head: int, member: int, new: range) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of the query `horizon` positions after `new` on average, from the queries in `new`."""
+    horizon, sinks = run.options["horizon"], run.options["sinks"] if new.stop > run.options["sinks"] else 0
+    counted = [t for t in new if t >= sinks]
+    plain = torch.stack([rotation(run.angle, -t) @ run.queries[head, member, t].double() for t in counted])
+    mean = plain.mean(0)
+    covariance = (plain - mean).T @ (plain - mean) / len(counted)
+    turn = sum(rotation(run.angle, new.stop + step) for step in range(horizon)) / horizon
+    return turn @ mean, turn @ covariance @ turn.T
+
+
+def expected_attention(run: Run, head: int) -> Tensor:
+    keys, size = run.keys[head].double(), run.keys.shape[2]
+    norms = run.values[head].norm(dim=1).double()
+    group, N = run.queries.shape[1], run.keys.shape[1]
+    # before any prompt of more than one token: a Gaussian of zeros
+    known = [(torch.zeros(size).double(), torch.zeros(size, size).double(), 0.0) for _ in range(group)]
+    worth = torch.zeros(N, dtype=torch.float64)
+    for new in run.forwards:
+        expected = torch.zeros(N, dtype=torch.float64)
+        for member in range(group):
+            if len(new) > 1:
+                mean, covariance = future_gaussian(run, head, member, new)
+            else:
+                mean, covariance = known[member][0], torch.diag(known[member][1].diagonal())
+            logits = torch.stack([k @ mean / size**0.5 + k @ covariance @ k / (2 * size) for k in keys[: new.stop]])
+            if len(new) > 1:
+                known[member] = mean, covariance, logits.exp().sum().log()
+            expected[: new.stop] += (logits - known[member][2]).exp() / group
+        judged = range(new.stop) if len(new) > 1 else new
+        for i in judged:
+            worth[i] = (expected[i] + run.options["epsilon"]) * norms[i]
+    return worth
+
+
+def oracle(run: Run, head: int) -> Tensor:
+    N = run.keys.shape[1]
+    if not run.ahead:
+        # what no future was supplied for counts as read once
+        return torch.ones(N)
+    return sum(attention_of(run, head, query) for query in range(N - run.ahead, N))
+
+
+TWINS: dict[str, Callable[[Run], Tensor]] = {
+    name: per_head(worth)
+    for name, worth in {
+        "random": random,
+        "streaming": streaming,
+        "knorm": knorm,
+        "keydiff": keydiff,
+        "lagkv": lagkv,
+        "tova": tova,
+        "h2o": h2o,
+        "snapkv": snapkv,
+        "pyramidkv": snapkv,
+        "expected_attention": expected_attention,
+        "oracle": oracle,
+    }.items()
+}

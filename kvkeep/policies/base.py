@@ -107,7 +107,8 @@ class Policy(ABC):
 def hashed_uniform(positions: Int[Tensor, "B H N"], seed: int) -> Float[Tensor, "B H N"]:
     """Uniform numbers in [0, 1) that depend on seed, head and position alone: the same in any chunking or batch."""
     heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
-    mixed = (positions.long() * 0x9E3779B1 + heads * 0x85EBCA77 + seed * 0xC2B2AE3D) & 0xFFFFFFFF
+    start = seed * 0xC2B2AE3D & 0xFFFFFFFF
+    mixed = (positions.long() * 0x9E3779B1 + heads * 0x85EBCA77 + start) & 0xFFFFFFFF
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
         mixed = ((mixed ^ (mixed >> 16)) * multiplier) & 0xFFFFFFFF
     return ((mixed ^ (mixed >> 16)) >> 8).float() / 2**24

@@ -151,10 +151,12 @@ class SnapKV(Policy):
             raise ValueError(f"window must be positive and kernel odd, got {self.window} and {self.kernel}")
 
     def track(self, seen: Observation) -> None:
-        assert seen.attention is not None
-        fresh = min(seen.num_new, self.window)
-        mass = seen.attention.received(last=fresh) / self.window
+        assert seen.attention is not None and seen.query_positions is not None
+        fresh: int | Tensor = 1
+        mass = seen.attention.received(last=self.window) / self.window
         if seen.num_new > 1:
+            # padding looked at nothing, so it moves no average
+            fresh = (seen.query_positions >= 0).sum(1).clamp(max=self.window)[:, None, None]
             mass = max_pool1d(mass, self.kernel, stride=1, padding=self.kernel // 2)
         seen.slots.side("snapkv").mul_(1 - fresh / self.window).add_(mass)
 
@@ -226,9 +228,11 @@ class ExpectedAttention(Policy):
         assert seen.queries is not None and seen.query_positions is not None and seen.rotary is not None
         at = seen.query_positions.long()
         cos, sin = (table[:, None] for table in seen.rotary(at.clamp(min=0)))
-        plain = rotate(seen.queries.float(), cos, -sin)
+        # the tables of some long-context rotations scale too
+        scale = cos**2 + sin**2
+        plain = rotate(seen.queries.float(), cos / scale, -sin / scale)
         # sinks are no typical queries; a prompt of sinks alone has nothing else
-        counted = at >= (self.sinks if int(seen.lengths.min()) > self.sinks else 0)
+        counted = at >= torch.where(seen.lengths > self.sinks, self.sinks, 0)[:, None]
         weight = counted[:, None, :, None] / counted.sum(1)[:, None, None, None].clamp(min=1)
         mean = (plain * weight).sum(2)
         centred = plain - mean[:, :, None]
@@ -243,7 +247,7 @@ class ExpectedAttention(Policy):
 class Oracle(Policy):
     """The attention the supplied future really pays: what no method can know. See `kvkeep.prefill(future=)`.
 
-    Tokens decoded afterwards are not in that future; each counts as read once.
+    Tokens read after that future was supplied are not in it; each counts as read once.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"queries", "future"})
@@ -252,8 +256,8 @@ class Oracle(Policy):
     def track(self, seen: Observation) -> None:
         assert seen.attention is not None
         if seen.ahead:
-            seen.slots.side("oracle").add_(seen.attention.received())
-        elif seen.num_new == 1:
+            seen.slots.side("oracle").copy_(seen.attention.received())
+        else:
             seen.put("oracle", torch.ones_like(seen.new_positions, dtype=torch.float32))
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
@@ -277,14 +281,17 @@ def _lag_score(array: Float[Tensor, "B H N D"], part: Int[Tensor, "B H N"]) -> F
     low = array.new_full(shape, torch.inf).scatter_reduce(2, index, array, "amin")
     high = array.new_full(shape, -torch.inf).scatter_reduce(2, index, array, "amax")
     scaled = (array - low.gather(2, index + 1)) / (high - low).gather(2, index + 1).clamp(min=1e-6)
-    spread = scaled.std(-1).exp()
-    total = spread.new_zeros(B, H, num_parts).scatter_add(2, part, spread)
-    return spread / total.gather(2, part)
+    spread = scaled.std(-1)
+    peak = spread.new_full((B, H, num_parts), -torch.inf).scatter_reduce(2, part, spread, "amax")
+    weight = (spread - peak.gather(2, part)).exp()
+    total = weight.new_zeros(B, H, num_parts).scatter_add(2, part, weight)
+    return weight / total.gather(2, part)
 
 
 def _rank_within(worth: Float[Tensor, "B H N"], part: Int[Tensor, "B H N"]) -> Float[Tensor, "B H N"]:
     """Rank of each slot within its partition, from 0 (least) to below 1."""
-    order = worth.argsort(-1)
+    # of equal worths the newest is ranked highest
+    order = worth.argsort(dim=-1, stable=True)
     order = order.gather(-1, part.gather(-1, order).argsort(dim=-1, stable=True))
     sizes = part.new_zeros(*part.shape[:2], int(part.max()) + 1).scatter_add(-1, part, torch.ones_like(part))
     starts = sizes.cumsum(-1) - sizes
