@@ -24,8 +24,9 @@ from ..policies import POLICIES, Policy, make_policy
 try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
-except ImportError as error:
-    raise ImportError("this needs lm-evaluation-harness: pip install 'kvkeep[eval]'") from error
+except ModuleNotFoundError as error:
+    message = "this needs lm-evaluation-harness: pip install 'kvkeep[eval]'"
+    raise ModuleNotFoundError(message, name=error.name) from error
 
 # arguments of the harness's own model that mean the same here
 _HARNESS = (
