@@ -4,6 +4,7 @@ The harness has no plugins: importing this file registers the model, and running
 the model known: `python -m kvkeep.evaluate.lm_eval_model --model kvkeep --model_args ...`.
 """
 
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import fields
@@ -183,10 +184,12 @@ def _by_context(
     return places
 
 
-def main() -> None:
-    """The harness's own command line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The harness's own command line; `arguments` in place of this process's."""
     from lm_eval.__main__ import cli_evaluate
 
+    if arguments is not None:
+        sys.argv = ["lm_eval", *arguments]
     cli_evaluate()
 
 

@@ -4,7 +4,8 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,9 +93,6 @@ def evaluate(
     """
     _known("split", [split], SPLITS)
     _known("place of the question", [question], QUESTION_PLACES)
-    arms = _arms(policies, budgets)
-    for arm in arms:
-        arm.fresh_cache(model, seed)
     exam = Exam(
         tokenizer=tokenizer,
         tasks=_known("task", tasks, TASKS),
@@ -106,54 +104,78 @@ def evaluate(
         templates=templates,
         data=data,
     )
-    exam.check()
-    _warn_if_too_long(model, length)
+    session = _Session(model=model, exam=exam, arms=_arms(policies, budgets), question=question, seed=seed)
+    session.check()
     naming = {"model": model_name, "length": length, "question": question, "split": split, "seed": seed}
-    settings = {**exam.settings, "seed": seed, "weights": _fingerprint(model, tokenizer), "kvkeep": __version__}
     with SampleLog(_folder(out) / "samples.jsonl") as log:
-        _refuse_other_settings(log, model_name, settings)
+        _refuse_other_settings(log, model_name, session.settings)
         for place, (task, index) in enumerate(exam.places):
             progress(place, len(exam.places), task)
-            named = {arm: {**naming, "task": task, "index": index, **arm._asdict()} for arm in arms}
-            keys = {arm: _key(named[arm], settings) for arm in arms}
-            missing = [arm for arm in arms if not log.done(keys[arm])]
-            if missing:
-                caches = [arm.fresh_cache(model, seed) for arm in missing]
-                measured = _ask(model, tokenizer, exam.sample(task, index), question, caches)
-                for arm, record in zip(missing, measured, strict=True):
-                    log.append({"key": keys[arm], **named[arm], **record, "settings": settings})
+            session.finish(log, {**naming, "task": task, "index": index})
         progress(len(exam.places), len(exam.places), "")
         stamp = manifest(model_name, dtype=str(model.dtype), device=str(model.device), command=command)
         return _write_rows(out / "rows.jsonl", log.records, stamp)
 
 
-def _ask(
-    model: PreTrainedModel, tokenizer: Any, sample: Sample, question: str, caches: Sequence[KVCache]
-) -> Iterator[dict[str, Any]]:
-    """What each cache answers and held, as the measured part of a record."""
-    prompt = encode(tokenizer, sample, question)
-    device = model.device
-    answers = answer_together(
-        model,
-        caches,
-        prompt.compressed.to(device),
-        prompt.follow_up.to(device),
-        future=prompt.future.to(device),
-        max_new_tokens=sample.max_new_tokens,
-        ends=_ends(model, tokenizer),
-    )
-    for answer in answers:
-        output = tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        yield {
-            "score": score(sample, output),
-            "output": output,
-            "answers": list(sample.answers),
-            "prompt": sample.question.strip() + sample.answer_prefix,
-            "prompt_tokens": prompt.compressed.shape[1],
-            "kept": answer.kept,
-            "cache_bytes": answer.cache_bytes,
-            "full_bytes": answer.full_bytes,
-        }
+@dataclass(frozen=True, kw_only=True)
+class _Session:
+    """One model before one exam, with every arm."""
+
+    model: PreTrainedModel
+    exam: Exam
+    arms: Sequence[Arm]
+    question: str
+    seed: int
+
+    def check(self) -> None:
+        """Refuse what cannot be, before any work."""
+        for arm in self.arms:
+            arm.fresh_cache(self.model, self.seed)
+        self.exam.check()
+        _warn_if_too_long(self.model, self.exam.num_tokens)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All that a score depends on and rows do not name."""
+        weights = _fingerprint(self.model, self.exam.tokenizer)
+        return {**self.exam.settings, "seed": self.seed, "weights": weights, "kvkeep": __version__}
+
+    def finish(self, log: SampleLog, naming: Mapping[str, Any]) -> None:
+        """Ask one prompt under the arms that the log does not have yet, and save each answer."""
+        named = {arm: {**naming, **arm._asdict()} for arm in self.arms}
+        keys = {arm: _key(names, self.settings) for arm, names in named.items()}
+        missing = [arm for arm in self.arms if not log.done(keys[arm])]
+        if not missing:
+            return
+        sample = self.exam.sample(naming["task"], naming["index"])
+        for arm, record in zip(missing, self._ask(sample, missing), strict=True):
+            log.append({"key": keys[arm], **named[arm], **record, "settings": self.settings})
+
+    def _ask(self, sample: Sample, arms: Sequence[Arm]) -> Iterator[dict[str, Any]]:
+        """What each arm answers and held: the measured part of a record."""
+        tokenizer, device = self.exam.tokenizer, self.model.device
+        prompt = encode(tokenizer, sample, self.question)
+        answers = answer_together(
+            self.model,
+            [arm.fresh_cache(self.model, self.seed) for arm in arms],
+            prompt.compressed.to(device),
+            prompt.follow_up.to(device),
+            future=prompt.future.to(device),
+            max_new_tokens=sample.max_new_tokens,
+            ends=_ends(self.model, tokenizer),
+        )
+        for answer in answers:
+            output = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            yield {
+                "score": score(sample, output),
+                "output": output,
+                "answers": list(sample.answers),
+                "prompt": sample.question.strip() + sample.answer_prefix,
+                "prompt_tokens": prompt.compressed.shape[1],
+                "kept": answer.kept,
+                "cache_bytes": answer.cache_bytes,
+                "full_bytes": answer.full_bytes,
+            }
 
 
 def _write_rows(path: Path, records: Iterable[Mapping[str, Any]], stamp: Mapping[str, Any]) -> list[Row]:
