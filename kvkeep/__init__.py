@@ -16,7 +16,7 @@ _PUBLIC = {
     "prefill": "model",
     "generate": "model",
     "cache_argument": "model",
-    "load": "load",
+    "load": "models",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .budget import Budget as Budget
     from .cache import KVCache as KVCache
     from .group import CacheGroup as CacheGroup
-    from .load import load as load
+    from .models import load as load
     from .model import attach as attach
     from .model import cache_argument as cache_argument
     from .model import generate as generate

@@ -18,7 +18,7 @@ jaxtyping.install_import_hook("kvkeep", "beartype.beartype")
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvkeep.load import Loaded
+    from kvkeep.models import Loaded
 
 # Two busy cores: with more threads timings explode, and sums change their order.
 torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def tiny() -> Callable[..., "PreTrainedModel"]:
 @pytest.fixture(scope="session")
 def embedded() -> "Loaded":
     """The embedded model and its tokenizer, in bf16 as stored."""
-    from kvkeep.load import load
+    from kvkeep.models import load
 
     return load("smollm2")
 
@@ -93,6 +93,6 @@ def embedded() -> "Loaded":
 @pytest.fixture(scope="session")
 def embedded_fp32() -> "Loaded":
     """The embedded model and its tokenizer, in fp32."""
-    from kvkeep.load import load
+    from kvkeep.models import load
 
     return load("smollm2", dtype=torch.float32)

@@ -18,7 +18,7 @@ LEVELS = [
     {"attention"},
     {"policies"},
     {"saving", "cache_report", "layer", "cache", "group"},
-    {"load", "chat", "model", "trace", "train"},
+    {"models", "chat", "model", "trace", "train"},
     {"evaluate"},
     {"report", "demo"},
     {"cli"},
@@ -27,7 +27,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # what is not listed lies between the cache and the evaluation
 UNLISTED = LEVEL["model"]
 TORCH_ONLY = set().union(*LEVELS[:3])
-WITH_TRANSFORMERS = {"layer", "cache", "group", "load", "model", "evaluate", "demo", "cli"}
+WITH_TRANSFORMERS = {"layer", "cache", "group", "models", "model", "evaluate", "demo", "cli"}
 
 
 class Import(NamedTuple):

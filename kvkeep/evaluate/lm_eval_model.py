@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..budget import Budget
 from ..cache import KVCache
-from ..load import load
+from ..models import load
 from ..model import attach, cache_argument, prefill
 from ..policies import POLICIES, Policy, make_policy
 
