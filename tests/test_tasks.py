@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.evaluate.tasks import SPLITS, TASKS, Sample, chapter, demo_document, generate, score, seed_of
+from kvkeep.evaluate.tasks import SPLITS, TASKS, Fact, Sample, chapter, demo_document, generate, score, seed_of
+from kvkeep.evaluate.tasks.demo import plant
 from kvkeep.evaluate.tasks.wording import OWN
 
 NAMES = list(TASKS)
@@ -26,7 +27,7 @@ def count(text: str) -> int:
     return len(text.split()) * 4 // 3
 
 
-def make(task: str, num_tokens: int = 1000, **options: object) -> Sample:
+def make(task: str, num_tokens: int = 600, **options: object) -> Sample:
     return generate(task, num_tokens=num_tokens, count_tokens=count, **options)  # type: ignore[arg-type]
 
 
@@ -46,15 +47,15 @@ indices = st.integers(0, 10_000)
 LARGEST_UNIT = {"qa_1": 120, "qa_2": 120, "cwe": 12, "fwe": 8}
 
 
-@settings(max_examples=60, deadline=None)
-@given(task=tasks, split=splits, index=indices, num_tokens=st.integers(700, 3000))
+@settings(max_examples=40, deadline=None)
+@given(task=tasks, split=splits, index=indices, num_tokens=st.integers(600, 2000))
 def test_a_prompt_fills_its_length_without_exceeding_it(task: str, split: str, index: int, num_tokens: int) -> None:
     sample = make(task, num_tokens, split=split, index=index)
     assert sample.num_tokens == count(text_of(sample))
     assert num_tokens - LARGEST_UNIT.get(task, 81) <= sample.num_tokens <= num_tokens
 
 
-@pytest.mark.parametrize("task", ["niah_single_2", "cwe", "fwe", "qa_1"])
+@pytest.mark.parametrize("task", ["niah_single_2", "cwe"])
 def test_lengths_beyond_the_bundled_text_are_filled_too(task: str) -> None:
     # common words come in steps here: all of them once more for each round through the word list
     assert 120_000 * 0.95 <= make(task, 120_000).num_tokens <= 120_000
@@ -93,7 +94,7 @@ def test_four_thousand_tokens_take_less_than_a_second(task: str) -> None:
 # seeds and splits
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(task=tasks, split=splits, index=indices)
 def test_the_same_sample_comes_out_again(task: str, split: str, index: int) -> None:
     assert make(task, split=split, index=index) == make(task, split=split, index=index)
@@ -104,7 +105,7 @@ def test_different_samples_have_different_seeds(one: tuple[str, str, int], other
     assert (seed_of(*one) == seed_of(*other)) == (one == other)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(task=tasks, one=indices, other=indices, pair=st.sampled_from([(0, 1), (0, 2), (1, 2)]))
 def test_splits_share_no_answer_whatever_the_index(task: str, one: int, other: int, pair: tuple[int, int]) -> None:
     first, second = (make(task, split=SPLITS[at], index=index) for at, index in zip(pair, (one, other), strict=True))
@@ -139,7 +140,7 @@ def test_keys_of_needles_belong_to_one_split() -> None:
 # what each task holds
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(task=st.sampled_from(NEEDLES), index=indices)
 def test_every_needle_answer_stands_once_in_the_context_and_not_in_the_question(task: str, index: int) -> None:
     sample = make(task, index=index)
@@ -168,7 +169,7 @@ def test_needle_tasks_have_the_counts_of_their_structure(
     found = re.findall(r"the entry for (\S+) is", sample.context)
     assert len(sample.answers) == answers
     assert all(re.fullmatch(pattern, answer) for answer in sample.answers)
-    assert len(found) > 40 if needles is None else len(found) == needles
+    assert len(found) > 15 if needles is None else len(found) == needles
     assert len(set(found)) == {"niah_multivalue": 1}.get(task, len(set(found)))
     asked = {key for key in found if key in sample.question}
     assert len(asked) == (4 if task == "niah_multiquery" else 1)
@@ -209,7 +210,7 @@ def test_common_words_are_the_ten_that_come_up_most(num_tokens: int, often: int,
 
 
 @settings(max_examples=20, deadline=None)
-@given(index=indices, num_tokens=st.integers(140, 3000))
+@given(index=indices, num_tokens=st.integers(140, 2000))
 def test_frequent_codes_are_the_three_that_come_up_most_besides_dots(index: int, num_tokens: int) -> None:
     sample = make("fwe", num_tokens, index=index)
     ranked = Counter(sample.context.partition("\n\n")[2].split()).most_common(5)
@@ -218,7 +219,7 @@ def test_frequent_codes_are_the_three_that_come_up_most_besides_dots(index: int,
     assert ranked[3][1] > ranked[4][1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(task=st.sampled_from(["qa_1", "qa_2"]), split=splits, index=indices)
 def test_a_question_over_documents_is_answered_by_them(task: str, split: str, index: int) -> None:
     sample = make(task, split=split, index=index)
@@ -431,14 +432,16 @@ def test_a_demo_document_holds_each_fact_once_and_its_answer_nowhere_else(seed: 
         assert fact.answer in fact.sentence and fact.answer not in fact.question
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_demo_facts_are_spread_from_front_to_back(seed: int) -> None:
-    text, facts = demo_document(3000, count, seed)
-    assert count(text) > 2900
-    depths = [text.index(fact.sentence) / len(text) for fact in facts]
-    assert depths == sorted(depths)
-    assert depths[0] < 0.25 and depths[-1] > 0.75
+@given(st.lists(st.floats(0, 0.999), min_size=6, max_size=6))
+def test_every_sixth_of_the_text_gets_one_of_six_facts(jitter: list[float]) -> None:
+    facts = [Fact(question="", answer="", sentence=f"FACT{order}") for order in range(6)]
+    words = plant(["word "] * 60, facts, jitter).split()
+    sixths = [(words.index(fact.sentence) - order) // 10 for order, fact in enumerate(facts)]
+    assert sixths == list(range(6))
+
+
+def test_a_demo_document_fills_its_length() -> None:
+    assert all(2900 < count(demo_document(3000, count, seed)[0]) <= 3000 for seed in range(8))
 
 
 def test_a_demo_document_without_its_facts_is_the_chapter() -> None:

@@ -21,26 +21,22 @@ class Fact:
     sentence: str
 
 
-def _numbers(digits: int) -> tuple[str, ...]:
-    return tuple(str(number) for number in range(10 ** (digits - 1) + 7, 10**digits, 10**digits // 89))
-
-
-# a sentence, its question, and answers that the bundled text does not hold
+# a sentence, its question, and answers that neither the bundled text nor another answer holds
 FORMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "The number painted on the old lighthouse door is {}.",
         "What is the number painted on the old lighthouse door?",
-        _numbers(5),
+        tuple(str(number) for number in range(10_347, 100_000, 1_123)),
     ),
     (
         "The combination of the iron safe in the cellar is {}.",
         "What is the combination of the iron safe in the cellar?",
-        _numbers(6),
+        tuple(f"{first}-{100 - first}-{first * 37 % 90 + 10}" for first in range(11, 90)),
     ),
     (
-        "The telephone number of the harbour office is {}.",
-        "What is the telephone number of the harbour office?",
-        _numbers(4),
+        "The registration of the green delivery van is {}.",
+        "What is the registration of the green delivery van?",
+        tuple(f"KX{number}" for number in range(207, 1_000, 17)),
     ),
     (
         "The name of the baker's grey parrot is {}.",

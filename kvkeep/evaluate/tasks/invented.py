@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from string import Formatter
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class Kind:
     questions: dict[str, str]
     links: dict[str, Link]
 
-    @property
+    @cached_property
     def fields(self) -> list[str]:
         """The fields of the text, in alphabetical order: what is drawn must not depend on the order in a set."""
         return sorted({name for _, name, _, _ in Formatter().parse(self.text) if name} - {"name"})
