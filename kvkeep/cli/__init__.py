@@ -1,0 +1,45 @@
+"""The `kvkeep` command: one file per subcommand. torch and transformers load inside them, so that help is instant."""
+
+from typing import Annotated
+
+import typer
+
+from .bench import bench
+from .console import Commands
+from .demo import demo
+from .evaluate import evaluate
+from .generate import generate
+from .models import models
+from .report import report
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Run language models with a bounded key-value cache, and measure what that costs.
+
+    Start with `kvkeep demo`. Every command has its own `--help` with examples, and `--json` for machines.
+    """
+
+
+app.command()(generate)
+app.command(name="eval")(evaluate)
+app.command()(bench)
+app.command()(report)
+app.command()(models)
+app.command()(demo)
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,41 @@
+"""Options that several subcommands share, or that are long to say. Lists repeat, or come comma-separated."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Question(StrEnum):
+    """Whether the question is compressed with the text, or comes after it was compressed."""
+
+    inside = "inside"
+    after = "after"
+
+
+_MODEL = "smollm2, a folder, a GGUF file, or a Hugging Face id (owner/name)."
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of text.")]
+Model = Annotated[str, typer.Option("--model", "-m", help=_MODEL)]
+Dtype = Annotated[str, typer.Option(help="Numbers of weights and cache: auto (as stored), bfloat16, float16, float32.")]
+Policy = Annotated[str, typer.Option("--policy", "-p", help="What to keep; see docs/policies.md.")]
+
+Models = Annotated[list[str], typer.Option("--model", "-m", metavar="NAME,...", help=_MODEL)]
+Tasks = Annotated[list[str], typer.Option("--task", "-t", metavar="NAME,...", help="Task names, or all.")]
+Policies = Annotated[
+    list[str], typer.Option("--policy", "-p", metavar="NAME,...", help="Policy names, or all of them but the oracle.")
+]
+Budgets = Annotated[
+    list[str], typer.Option("--budget", "-b", metavar="SIZE,...", help="How much to keep: 512, 25%, 64MiB or full.")
+]
+Lengths = Annotated[list[str], typer.Option("--length", "-l", metavar="NUMBER,...", help="Tokens of a prompt.")]
+BatchSizes = Annotated[list[str], typer.Option("--batch", metavar="NUMBER,...", help="Sequences decoded together.")]
+Questions = Annotated[
+    list[Question], typer.Option("--question", help="Is the question compressed with the text, or does it come after?")
+]
+
+Haystack = Annotated[Path | None, typer.Option(help="Folder of .txt files in place of the bundled prose.")]
+Templates = Annotated[Path | None, typer.Option(help="JSON file with other words around the tasks.")]
+Data = Annotated[Path | None, typer.Option(help="Folder of documents and word lists in place of invented ones.")]
+Longest = Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer; else each task's own.")]
