@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from .budget import Budget as Budget
     from .cache import KVCache as KVCache
     from .group import CacheGroup as CacheGroup
-    from .models import load as load
     from .model import attach as attach
     from .model import cache_argument as cache_argument
     from .model import generate as generate
     from .model import prefill as prefill
+    from .models import load as load
     from .policies import POLICIES as POLICIES
     from .policies import Observation as Observation
     from .policies import Policy as Policy

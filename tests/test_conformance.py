@@ -59,9 +59,7 @@ def test_a_full_budget_gives_the_stock_caches_tokens(tiny, family, attached):
     if attached:
         got = kvkeep.generate(model, prompt, cache=cache, max_new_tokens=30, do_sample=False)
     else:
-        got = model.generate(
-            prompt, max_new_tokens=30, do_sample=False, **{kvkeep.cache_argument(model): cache}
-        )
+        got = model.generate(prompt, max_new_tokens=30, do_sample=False, **{kvkeep.cache_argument(model): cache})
     assert torch.equal(got, expected)
 
 

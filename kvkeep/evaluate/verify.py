@@ -22,7 +22,7 @@ Progress = Callable[[str], None]
 
 def same_tokens(
     model: PreTrainedModel,
-    prompts: Sequence[Int[Tensor, "1 S"]],
+    prompts: Sequence[Int[Tensor, "1 _"]],
     *,
     model_name: str,
     new_tokens: int = 64,
@@ -56,7 +56,7 @@ def same_tokens(
 
 def dense_differences(
     model: PreTrainedModel,
-    prompts: Sequence[Int[Tensor, "1 S"]],
+    prompts: Sequence[Int[Tensor, "1 _"]],
     *,
     model_name: str,
     policies: Sequence[str] = tuple(POLICIES),
