@@ -17,7 +17,7 @@ from .cache import KVCache
 from .chat import prompt_ids
 from .evaluate.rows import Row, summarise
 from .evaluate.speed import STOCK, Arm, Prompt, decode, held_bytes, median_interval
-from .evaluate.tasks import Fact
+from .evaluate.tasks import Fact, demo_document
 from .group import CacheGroup
 from .model import attach, cache_argument
 
@@ -34,6 +34,11 @@ class Asked(NamedTuple):
 
     records: list[dict[str, Any]]
     prompts: dict[Arm, Prompt]
+
+
+def plant(tokenizer: Any, num_tokens: int, seed: int) -> tuple[str, list[Fact]]:
+    """A real chapter of at most `num_tokens` tokens with six invented facts in it, and the facts."""
+    return demo_document(num_tokens, lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]), seed)
 
 
 def ask(

@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 import typer.main
-from conftest import build_tiny
-from letters import letter_tokenizer
+from folders import save_tiny
 from typer.testing import CliRunner
 
 import kvkeep
@@ -26,10 +25,7 @@ QUESTION = "What is counted?"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     """A tiny model with its tokenizer, as a transformers folder."""
-    path = tmp_path_factory.mktemp("model")
-    build_tiny("llama").save_pretrained(path)
-    letter_tokenizer().save_pretrained(path)
-    return str(path)
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def run(*arguments, stdin: str | None = None):
@@ -169,8 +165,7 @@ def test_a_file_that_is_no_text_is_refused_with_the_place(tmp_path):
 
 
 def test_a_prompt_beyond_the_models_maximum_gets_exactly_one_warning(tmp_path):
-    build_tiny("llama", max_position_embeddings=256).save_pretrained(tmp_path)
-    letter_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path, max_position_embeddings=256)
     arguments = ["generate", "-m", tmp_path, "-f", "-", "--max-new-tokens", "4", "--budget", "64", QUESTION]
     # a process of its own: what transformers says goes past sys.stderr
     program = [sys.executable, "-c", "from kvkeep.cli import main; main()", *arguments]

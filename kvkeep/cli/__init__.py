@@ -9,6 +9,7 @@ from .console import Commands
 from .demo import demo
 from .evaluate import evaluate
 from .generate import generate
+from .lm_eval import lm_eval
 from .models import models
 from .report import report
 
@@ -34,6 +35,8 @@ def root(
 
 app.command()(generate)
 app.command(name="eval")(evaluate)
+# what it does not know is the harness's
+app.command(name="lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)
 app.command()(bench)
 app.command()(report)
 app.command()(models)

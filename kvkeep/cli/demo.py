@@ -44,14 +44,14 @@ def demo(
     `kvkeep demo --seed 7 --out demo-7`
     """
     from kvkeep import load
+    from kvkeep.demo import plant
     from kvkeep.evaluate.rows import SampleLog, write_rows
-    from kvkeep.evaluate.tasks import demo_document
     from kvkeep.report import write_report
 
     console = err if as_json else out
     with quiet_transformers():
         loaded = load(model)
-        document, facts = demo_document(length, lambda text: len(loaded.tokenizer(text)["input_ids"]), seed)
+        document, facts = plant(loaded.tokenizer, length, seed)
         samples = folder / "samples.jsonl"
         # every run asks anew
         samples.unlink(missing_ok=True)
