@@ -75,14 +75,15 @@ def main() -> None:
             rows += dense_differences(model, prompts[:2], model_name=f"random {family}", progress=print)
         write_rows(options.out / "rows.jsonl", rows)
     for name in ["smollm2"] + ([options.qwen] if options.qwen else []):
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.bfloat16, torch.float32):
             model, tokenizer = kvkeep.load(name, dtype=dtype)
             prompts = list(texts(tokenizer, options.prompts, options.tokens))
             shown = Path(name).name
             rows.append(same_tokens(model, prompts, model_name=shown, progress=print))
-            if dtype == torch.float32:
-                rows += dense_differences(model, prompts[:3], model_name=shown, progress=print)
             write_rows(options.out / "rows.jsonl", rows)
+            if dtype == torch.float32 and name == "smollm2":
+                rows += dense_differences(model, prompts[:2], model_name=shown, progress=print)
+                write_rows(options.out / "rows.jsonl", rows)
 
 
 if __name__ == "__main__":
