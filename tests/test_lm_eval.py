@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from letters import letter_tokenizer
+from folders import save_tiny
 from torch.nn.functional import log_softmax
 
 import kvkeep
@@ -53,12 +53,9 @@ metric_list:
 
 
 @pytest.fixture(scope="module")
-def folder(tiny, tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A tiny fp32 model with its tokenizer, as a transformers folder."""
-    path = tmp_path_factory.mktemp("tiny")
-    tiny("llama").save_pretrained(path)
-    letter_tokenizer().save_pretrained(path)
-    return path
+    return Path(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
 def build(folder: Path, **options) -> EvictingLM:
@@ -164,8 +161,9 @@ def test_batched_answers_are_those_given_one_at_a_time(folder):
 
 
 def test_a_context_that_does_not_fit_is_cut_from_the_left(folder):
-    lm = build(folder, max_length=40)
-    assert score(lm, (QUOTE, " yes")) == [(pytest.approx(score(lm, (QUOTE[-37:], " yes"))[0][0], abs=1e-5), False)]
+    # the last token of " yes" is only scored, so 40 tokens are 37 letters and three of these
+    cut, whole = score(build(folder, max_length=40), (QUOTE, " yes")), score(build(folder), (QUOTE[-37:], " yes"))
+    assert cut == [(pytest.approx(whole[0][0], abs=1e-5), False)]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +195,20 @@ def test_the_harness_own_command_knows_the_model(folder, tasks, tmp_path, monkey
     assert "tiny_choice" in capsys.readouterr().out
     (results,) = (tmp_path / "out").rglob("results*.json")
     assert json.loads(results.read_text())["config"]["model_args"]["budget"] == "25%"
+
+
+def test_our_command_hands_everything_to_the_harness(monkeypatch):
+    from typer.testing import CliRunner
+
+    from kvkeep.cli import app
+
+    given = []
+    monkeypatch.setattr(lm_eval_model, "main", given.append)
+    arguments = ["--model", "kvkeep", "--model_args", "pretrained=smollm2,budget=25%", "-L", "2", "--tasks", "boolq"]
+    done = CliRunner().invoke(app, ["lm-eval", *arguments])
+    assert (done.exit_code, given) == (0, [arguments])
+    CliRunner().invoke(app, ["lm-eval", "--", "--help"])
+    assert given[1] == ["--help"]
 
 
 BOOLQ = """

@@ -276,13 +276,15 @@ def test_moving_to_a_device_takes_everything_along():
 
 
 def test_what_inference_mode_made_can_be_written_outside_of_it():
-    slots = empty_slots(1, 2)
+    grown, kept = empty_slots(1, 2), empty_slots(1, 2)
+    append(kept, 6)
     with torch.inference_mode():
-        append(slots, 6, room=4)
-        slots.keep(torch.arange(3).expand(1, 2, -1), holes=1)
-    append(slots, 2, 6)
-    slots.fill(*(array[:, :, -1:].clone() for array in (slots.keys, slots.values, slots.positions)))
-    assert slots.positions[0, 0].tolist() == [7, 0, 1, 2, 6, 7]
+        append(grown, 6, room=2)
+        kept.keep(torch.arange(3).expand(1, 2, -1), holes=1)
+    append(grown, 2, 6)
+    kept.fill(*(array[:, :, 6:7] for array in (grown.keys, grown.values, grown.positions)))
+    assert grown.positions[0, 0].tolist() == list(range(8))
+    assert kept.positions[0, 0].tolist() == [6, 0, 1, 2]
 
 
 def test_several_tokens_are_taken_back_one_by_one():

@@ -18,8 +18,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..budget import Budget
 from ..cache import KVCache
-from ..models import load
 from ..model import attach, cache_argument, prefill
+from ..models import load
 from ..policies import POLICIES, Policy, make_policy
 
 try:
