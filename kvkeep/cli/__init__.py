@@ -36,7 +36,7 @@ def root(
 app.command()(generate)
 app.command(name="eval")(evaluate)
 # what it does not know is the harness's
-app.command(name="lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)
+app.command(name="lm-eval", context_settings={"ignore_unknown_options": True})(lm_eval)
 app.command()(bench)
 app.command()(report)
 app.command()(models)

@@ -1,9 +1,13 @@
 """`kvkeep lm-eval`: lm-evaluation-harness on an evicting cache."""
 
+from typing import Annotated
+
 import typer
 
 
-def lm_eval(context: typer.Context) -> None:
+def lm_eval(
+    arguments: Annotated[list[str] | None, typer.Argument(help="The harness's own arguments.")] = None,
+) -> None:
     """Run lm-evaluation-harness with the model `kvkeep`, which reads every prompt through an evicting cache.
 
     All arguments are the harness's own (`kvkeep lm-eval -- --help` shows them). It needs `pip install 'kvkeep[eval]'`.
@@ -17,4 +21,4 @@ def lm_eval(context: typer.Context) -> None:
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
 
-    main(context.args)
+    main(arguments or [])
