@@ -221,7 +221,9 @@ def chunked_prefill(library: Library, inputs: Inputs, policy: str) -> Iterator[M
 
 def exception_inside(library: Library, inputs: Inputs, policy: str) -> Iterator[Measured]:
     model, token = inputs.fresh(), inputs.prompt(1, seed=3)
-    before = _parts(model)
+    # one list for both times: a module that was hung in a second place would else be counted as new
+    modules = dict(model.named_modules())
+    before = _parts(model, modules)
     bystander = _Bystander(model, inputs.prompt(PROMPT, seed=2))
     expected = bystander.next_logits(token)
     conversation = library.start(model, policy, share=SHARE)
@@ -234,7 +236,7 @@ def exception_inside(library: Library, inputs: Inputs, policy: str) -> Iterator[
     with suppress(KeyError):
         conversation.read(token)
     hook.remove()
-    left = sorted(_parts(model) - before)
+    left = sorted(_parts(model, modules) - before)
     yield Measured("left_behind", len(left), raw=left)
     yield Measured("logit_difference", float((bystander.next_logits(token) - expected).abs().max()))
 
@@ -257,10 +259,10 @@ class _Bystander:
             return self._model(token, **{self._argument: deepcopy(self._cache)}).logits[:, -1]
 
 
-def _parts(model: Any) -> set[str]:
-    """Attributes and hooks of all modules, and the attention chosen."""
+def _parts(model: Any, modules: dict[str, Any]) -> set[str]:
+    """Attributes and hooks of `modules`, and the attention chosen."""
     parts = {f"attention: {model.config._attn_implementation}"}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         parts |= {f"{name}.{attribute}" for attribute in {**vars(module), **module._modules}}
         parts |= {f"{name} hook {number}" for number in [*module._forward_hooks, *module._forward_pre_hooks]}
     return parts
@@ -332,9 +334,9 @@ def saving(library: Library, inputs: Inputs, policy: str) -> Iterator[Measured]:
 def _refused(conversation: Conversation, path: Path, model: Any, prompt: Tensor, other: Tensor) -> dict[str, bool]:
     """Does loading refuse another text, a file cut in half, and one with a byte changed among its keys?"""
     whole = path.read_bytes()
-    changed = bytearray(whole)
-    changed[len(whole) // 2] ^= 1
-    cases = {"another text": (whole, other), "cut": (whole[: len(whole) // 2], prompt), "changed": (changed, prompt)}
+    middle = len(whole) // 2
+    changed = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    cases = {"another text": (whole, other), "cut": (whole[:middle], prompt), "changed": (changed, prompt)}
     refused = {}
     for name, (content, prefix) in cases.items():
         path.write_bytes(content)

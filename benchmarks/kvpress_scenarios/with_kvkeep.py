@@ -65,7 +65,7 @@ class KVKeep(Library):
             raise NotThere("every policy evicts while decoding")
         if policy == "full":
             return KVKeepConversation(model, KVCache(model, budget=None))
-        options = {"window": _WINDOW} if policy == "snapkv" else {}
+        options: dict[str, Any] = {"window": _WINDOW} if policy == "snapkv" else {}
         return KVKeepConversation(model, KVCache(model, policy=policy, budget=share or tokens, **options))
 
     def pipeline(self, model: Any, folder: Path, text: str, policy: str, share: float) -> None:

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _functions = dict(ALL_ATTENTION_FUNCTIONS.items())
 
-import kvpress  # noqa: E402
+import kvpress  # type: ignore[import-not-found]  # noqa: E402
 
 # the default of 64 would fill the whole budget
 _WINDOW = 16
@@ -28,7 +28,8 @@ _WINDOW = 16
 class KVPressConversation(Conversation):
     def __init__(self, model: Any, press: Any):
         self.model, self.press = model, press
-        self.cache, self.seen = DynamicCache(), 0
+        self.cache: Any = DynamicCache()
+        self.seen = 0
 
     def read(self, input_ids: Tensor) -> Tensor:
         positions = torch.arange(self.seen, self.seen + input_ids.shape[1])[None]
@@ -91,8 +92,9 @@ class KVPress(Library):
     def pipeline(self, model: Any, folder: Path, text: str, policy: str, share: float) -> None:
         from transformers import AutoTokenizer, pipeline
 
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        ask = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        task: Any = "kv-press-text-generation"
+        ask = pipeline(task, model=model, tokenizer=tokenizer)
         ask(text, question="Who?", press=_press(policy, 1 - share, None), max_new_tokens=2)
 
 
