@@ -1,11 +1,12 @@
 """A budget says exactly how many slots stay, and refuses what cannot be with the smallest that can."""
 
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from twins import share_of
@@ -156,6 +157,8 @@ def test_the_smallest_number_of_tokens_named_is_possible_and_one_less_is_not(sin
 
 @laws
 @given(share=st.decimals("0.0001", "1", places=4), num_tokens=st.integers(0, 2_000_000))
+# in floats 7.000000000000001
+@example(share=Decimal("0.07"), num_tokens=100)
 def test_a_share_is_rounded_up_exactly(share, num_tokens):
     budget = Budget(share=float(share), sinks=0, recent=0)
     if budget.unlimited:
@@ -165,6 +168,7 @@ def test_a_share_is_rounded_up_exactly(share, num_tokens):
 
 @laws
 @given(percent=st.decimals("0.1", "99.9", places=1), num_tokens=st.integers(0, 2_000_000))
+@example(percent=Decimal("7.0"), num_tokens=100)
 def test_a_written_percentage_is_rounded_up_exactly(percent, num_tokens):
     budget = Budget.parse(f"{percent}%", sinks=0, recent=0)
     assert budget.slots(lengths(num_tokens), 1).item() == max(1, share_of(Fraction(percent) / 100, num_tokens))

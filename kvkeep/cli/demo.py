@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 ROUNDS = 5
 READING = """\
-full is transformers' own cache and attention; the others answer the same prompts, each from its own cache.
-right: the answer contains the planted fact. MiB: measured from storages, everything included.
-tokens/s: one sequence, each cache alone, median of {rounds} rounds. At this length a step reads mostly weights:
-`kvkeep bench --length 8000 --batch 8` shows where the cache weighs more.\
+full is transformers' own cache and attention; the others answer the same prompts,
+each from its own cache. right: the answer contains the planted fact. kept: tokens
+per KV head. MiB: measured from storages, everything included. tokens/s: a single
+sequence, each cache alone, median of {rounds} rounds in turns.\
 """
 
 
