@@ -13,6 +13,7 @@ from folders import save_tiny
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep import POLICIES
 from kvkeep.chat import prompt_ids
 from kvkeep.cli import app
 from kvkeep.cli.console import names, numbers
@@ -63,6 +64,12 @@ def test_the_help_of_every_command_shows_it_in_use(command):
     page = run(command, "--help").stdout
     assert len(re.findall(rf"kvkeep {command} ?", page)) >= 1 + page.count("Usage: ")
     assert "--json" in page
+
+
+def test_help_lists_every_policy_but_the_oracle():
+    command = typer.main.get_command(app).commands["generate"]  # type: ignore[attr-defined]
+    [text] = [parameter.help for parameter in command.params if parameter.name == "policy"]
+    assert set(re.findall(r"\w+", text.partition(":")[2].partition("(")[0])) - {"or"} == POLICIES.keys() - {"oracle"}
 
 
 def test_the_answer_goes_to_stdout_and_its_cost_to_stderr_in_one_line(folder, tmp_path):

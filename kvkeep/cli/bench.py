@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .console import names, note, numbers, out, print_rows, quiet_transformers, steps_bar
-from .options import BatchSizes, Budgets, Dtype, Json, Lengths, Model, Policy
+from .options import BatchSizes, Budgets, Device, Dtype, Json, Lengths, Model, Policy
 
 
 def bench(
@@ -22,6 +22,7 @@ def bench(
     threads: Annotated[int, typer.Option(min=1, help="Threads; several are noisy on a shared machine.")] = 1,
     prefill: Annotated[bool, typer.Option(help="Time reading the prompt too.")] = True,
     dtype: Dtype = "auto",
+    device: Device = None,
     file: Annotated[Path | None, typer.Option("--out", "-o", help="For the rows, such as bench.jsonl.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +43,7 @@ def bench(
     from kvkeep.report import print_table
 
     with quiet_transformers():
-        loaded = load(model, dtype=dtype)
+        loaded = load(model, dtype=dtype, device=device)
         with steps_bar() as tell:
             rows = measure(
                 loaded.model,

@@ -20,7 +20,7 @@ RIGHT, WRONG, OPEN = "[green]✓[/]", "[red]✗[/]", "[dim]·[/]"
 
 
 class Board:
-    """One line for each policy and budget; `num_steps` counts questions and rounds of timing."""
+    """One line for each policy and budget, a mark for each question, and speeds once they are measured."""
 
     def __init__(self, console: Console, num_questions: int, num_rounds: int):
         self._console, self._num_questions = console, num_questions

@@ -12,6 +12,7 @@ from .console import names, note, numbers, out, print_rows, quiet_transformers, 
 from .options import (
     Budgets,
     Data,
+    Device,
     Dtype,
     Haystack,
     Json,
@@ -44,6 +45,7 @@ def evaluate(
     data: Data = None,
     max_new_tokens: Longest = None,
     dtype: Dtype = "auto",
+    device: Device = None,
     folder: Annotated[Path, typer.Option("--out", "-o", help="For samples.jsonl and rows.jsonl.")] = Path("eval"),
     as_json: Json = False,
 ) -> None:
@@ -82,7 +84,7 @@ def evaluate(
     rows: list[Row] = []
     with quiet_transformers():
         for model in names(models):
-            loaded = load(model, dtype=dtype)
+            loaded = load(model, dtype=dtype, device=device)
             of_model: list[Row] = []
             for length, question in product(numbers("--length", lengths), dict.fromkeys(questions)):
                 with steps_bar() as tell:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from .console import MIB, note, out, print_json, quiet_transformers, read_text
-from .options import Dtype, Json, Model, Policy
+from .options import Device, Dtype, Json, Model, Policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     dtype: Dtype = "auto",
+    device: Device = None,
     show_report: Annotated[bool, typer.Option("--show-report", help="Show what each layer holds.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -79,9 +80,9 @@ def generate(
     limit = Budget.parse(budget, sinks=sinks, recent=recent, schedule=chosen.schedule)
     torch.manual_seed(seed)
     with quiet_transformers():
-        loaded = load(model, dtype=dtype)
+        loaded = load(model, dtype=dtype, device=device)
         cache = KVCache(loaded.model, policy=chosen, budget=limit)
-        input_ids = prompt_ids(loaded.tokenizer, document, question)
+        input_ids = prompt_ids(loaded.tokenizer, document, question).to(loaded.model.device)
         _warn_beyond_maximum(loaded.model, input_ids.shape[1] + max_new_tokens)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         answer, statistics = _answer(

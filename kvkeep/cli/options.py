@@ -15,11 +15,16 @@ class Question(StrEnum):
 
 
 _MODEL = "smollm2, a folder, a GGUF file, or a Hugging Face id (owner/name)."
+# written out, because importing them would load torch for --help
+_POLICIES = (
+    "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv or expected_attention (docs/policies.md)"
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of text.")]
 Model = Annotated[str, typer.Option("--model", "-m", help=_MODEL)]
 Dtype = Annotated[str, typer.Option(help="Numbers of weights and cache: auto (as stored), bfloat16, float16, float32.")]
-Policy = Annotated[str, typer.Option("--policy", "-p", help="What to keep; see docs/policies.md.")]
+Device = Annotated[str | None, typer.Option(help="Where to compute, such as cuda; without it the CPU.")]
+Policy = Annotated[str, typer.Option("--policy", "-p", help=f"What to keep: {_POLICIES}.")]
 
 Models = Annotated[list[str], typer.Option("--model", "-m", metavar="NAME,...", help=_MODEL)]
 Tasks = Annotated[list[str], typer.Option("--task", "-t", metavar="NAME,...", help="Task names, or all.")]
