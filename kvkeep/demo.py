@@ -27,6 +27,7 @@ ARMS = tuple(
     for policy in ("streaming", "knorm", "tova", "snapkv")
 )
 ANSWER_TOKENS = 24
+BRIEFLY = "Answer with a few words from the document."
 
 
 class Asked(NamedTuple):
@@ -58,7 +59,7 @@ def ask(
     Args:
         naming: further fields for every record, such as model, index and seed.
     """
-    input_ids = prompt_ids(tokenizer, document, fact.question)
+    input_ids = prompt_ids(tokenizer, document, f"{fact.question} {BRIEFLY}")
     stock = STOCK.fresh_cache(model)
     members = [KVCache(model, policy=arm.policy, budget=arm.budget) for arm in arms]
     answers = _greedy(model, input_ids, stock, num_rows=1)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.chat import prompt_ids
 from kvkeep.cli import app
-from kvkeep.demo import ANSWER_TOKENS, ARMS, ask, plant, rows_of, time_decoding
+from kvkeep.demo import ANSWER_TOKENS, ARMS, BRIEFLY, ask, plant, rows_of, time_decoding
 from kvkeep.evaluate.speed import STOCK, Arm, held_bytes
 from kvkeep.evaluate.tasks import Fact
 
@@ -39,7 +39,7 @@ def asked(tiny, tokenizer):
 
 def greedy(model, tokenizer, cache) -> str:
     """The answer of transformers' own generate, through `cache`."""
-    prompt = prompt_ids(tokenizer, DOCUMENT, FACT.question)
+    prompt = prompt_ids(tokenizer, DOCUMENT, f"{FACT.question} {BRIEFLY}")
     options = {kvkeep.cache_argument(model): cache, "max_new_tokens": ANSWER_TOKENS, "do_sample": False}
     output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     return tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True).strip()
@@ -60,7 +60,7 @@ def test_every_other_answer_is_what_its_policy_gives_alone(tiny, tokenizer, aske
 
 
 def test_sizes_are_those_of_the_caches_at_the_end_of_the_answer(asked, tokenizer):
-    seen = prompt_ids(tokenizer, DOCUMENT, FACT.question).shape[1] + ANSWER_TOKENS - 1
+    seen = prompt_ids(tokenizer, DOCUMENT, f"{FACT.question} {BRIEFLY}").shape[1] + ANSWER_TOKENS - 1
     full, *others = asked.records
     # three layers, two KV heads of 16, keys and values in fp32
     assert full["cache_bytes"] == full["full_bytes"] == seen * 3 * 2 * 16 * 2 * 4

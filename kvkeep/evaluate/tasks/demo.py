@@ -21,7 +21,8 @@ class Fact:
     sentence: str
 
 
-# a sentence, its question, and answers that neither the bundled text nor another answer holds
+# a sentence, its question in the same words, because small models find those best, and answers that neither the bundled
+# text nor another answer holds
 FORMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "The number painted on the old lighthouse door is {}.",
@@ -29,9 +30,9 @@ FORMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         tuple(str(number) for number in range(10_347, 100_000, 1_123)),
     ),
     (
-        "The combination of the iron safe in the cellar is {}.",
-        "What is the combination of the iron safe in the cellar?",
-        tuple(f"{first}-{100 - first}-{first * 37 % 90 + 10}" for first in range(11, 90)),
+        "The price of the silver clock is {}.",
+        "What is the price of the silver clock?",
+        tuple(f"{number} dollars" for number in range(207, 1_000, 31)),
     ),
     (
         "The registration of the green delivery van is {}.",
@@ -39,14 +40,14 @@ FORMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         tuple(f"KX{number}" for number in range(207, 1_000, 17)),
     ),
     (
-        "The name of the baker's grey parrot is {}.",
-        "What is the name of the baker's grey parrot?",
-        ("Barnabas", "Pimpernel", "Mirabel", "Quentin", "Tobermory", "Octavia"),
+        "The hobby of the station master is {}.",
+        "What is the hobby of the station master?",
+        ("origami", "juggling", "falconry", "topiary", "pottery", "calligraphy"),
     ),
     (
-        "The password of the night watch is {}.",
-        "What is the password of the night watch?",
-        ("marmalade", "cinnamon", "buttermilk", "gooseberry", "tamarind", "saffron"),
+        "The favourite dessert of the duchess is {}.",
+        "What is the favourite dessert of the duchess?",
+        ("tiramisu", "baklava", "cheesecake", "marzipan", "sorbet", "meringue"),
     ),
     (
         "The colour of the ambassador's umbrella is {}.",
@@ -59,18 +60,13 @@ FORMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("Albatross", "Walrus", "Cormorant", "Narwhal", "Kingfisher", "Pelican"),
     ),
     (
-        "The instrument that the gardener plays is the {}.",
-        "Which instrument does the gardener play?",
-        ("bassoon", "accordion", "trombone", "mandolin", "clarinet", "zither"),
-    ),
-    (
-        "The city where the map was printed is {}.",
-        "In which city was the map printed?",
+        "The birthplace of the mapmaker is {}.",
+        "What is the birthplace of the mapmaker?",
         ("Montevideo", "Reykjavik", "Valparaiso", "Ljubljana", "Casablanca", "Tallinn"),
     ),
     (
         "The animal on the seal of the old guild is a {}.",
-        "Which animal is on the seal of the old guild?",
+        "What is the animal on the seal of the old guild?",
         ("hedgehog", "rhinoceros", "salamander", "porcupine", "flamingo", "pangolin"),
     ),
 )
