@@ -73,7 +73,9 @@ class Plan:
     def _limits(self, lengths: Tensor, costs: "Costs") -> Int[Tensor, "L B"]:
         lengths = lengths.cpu()
         if self.expected is not None:
-            lengths = torch.maximum(lengths, self.expected.to(lengths.dtype))
+            # beams and several answers repeat each prompt's row
+            expected = self.expected.repeat_interleave(lengths.shape[0] // self.expected.shape[0])
+            lengths = torch.maximum(lengths, expected.to(lengths.dtype))
         if self.budget.bytes is not None:
             return self.budget.slots_for_bytes(lengths, self.num_layers, slot_bytes=costs.slot, fixed_bytes=costs.fixed)
         return self.budget.slots(lengths, self.num_layers)

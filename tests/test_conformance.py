@@ -711,3 +711,19 @@ def test_the_old_storage_is_gone_after_an_eviction(tiny):
         kvkeep.layer.KVLayer.settle = settle
     assert storages and all(storage() is None for storage in storages)
     assert cache.report().bytes < 41 * 2 * (2 * 16 * 4 + 4) * 3 * 1.1
+
+
+@pytest.mark.parametrize("options", ({"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}))
+@pytest.mark.parametrize("budget", (40, 0.25, "400KB"))
+def test_several_prompts_may_each_have_several_answers(tiny, budget, options):
+    model, prompts = tiny("llama"), tokens(80, batch=2)
+    cache = KVCache(model, policy="tova", budget=budget)
+    answers = kvkeep.generate(model, prompts, cache=cache, max_new_tokens=6, **options)
+    assert answers.shape == (2 * options.get("num_return_sequences", 1), 86)
+    if "num_beams" in options and budget != "400KB":
+        # bytes are shared by all sequences, so only there a prompt alone may keep more
+        alone = [
+            kvkeep.generate(model, row[None], policy="tova", budget=budget, max_new_tokens=6, **options)[0]
+            for row in prompts
+        ]
+        assert [row.tolist() for row in answers] == [row.tolist() for row in alone]
