@@ -3,7 +3,6 @@
 B sequences, H KV heads, N slots, T new tokens, D head size.
 """
 
-import json
 from copy import copy, deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,8 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from . import saving
 from .budget import Budget
 from .cache_report import CacheReport, LayerReport
-from .layer import Costs, KVLayer, Plan, num_kv_heads, slot_costs
+from .fingerprint import fingerprint, head_size, num_kv_heads, refuse_other_model
+from .layer import Costs, KVLayer, Plan, slot_costs
 from .policies import POLICIES, Policy, Rotary, make_policy
 
 _FORMAT = 1
@@ -154,7 +154,7 @@ class KVCache(Cache):
         if self.token_ids is not None:
             tensors["token_ids"] = self.token_ids
         state = {
-            "model": _fingerprint(self.plan.config),
+            "model": fingerprint(self.plan.config),
             "policy": {"name": type(self.policy).__name__, "options": asdict(self.policy)},
             "budget": asdict(self.budget),
             "layers": layers,
@@ -185,10 +185,7 @@ class KVCache(Cache):
         if policy is None:
             policy = _policy_named(state["policy"])
         cache = cls(model, policy=policy, budget=Budget(**state["budget"]))
-        ours = _fingerprint(cache.plan.config)
-        for name, theirs in state["model"].items():
-            if ours[name] != theirs:
-                raise ValueError(f"{path} was made with a model whose {name} is {theirs}; this model's is {ours[name]}")
+        refuse_other_model(state["model"], fingerprint(cache.plan.config), path)
         cache.token_ids = tensors.pop("token_ids", None)
         for index, (layer, counters) in enumerate(zip(cache.layers, state["layers"], strict=True)):
             head = f"{index}."
@@ -239,20 +236,6 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
     return list(types)
 
 
-def _fingerprint(config: PretrainedConfig) -> dict[str, Any]:
-    """What must agree for saved keys and values to mean the same."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {
-        "type": config.model_type,
-        "number of layers": config.num_hidden_layers,
-        "number of KV heads": num_kv_heads(config),
-        "head size": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "hidden size": config.hidden_size,
-        "vocabulary": config.vocab_size,
-        "rotation": json.loads(json.dumps(rope, sort_keys=True, default=str)),
-    }
-
-
 def _policy_named(saved: dict[str, Any]) -> Policy:
     for kind in POLICIES.values():
         if kind.__name__ == saved["name"]:
@@ -274,7 +257,7 @@ def _restore_sliding(layer: Any, counters: dict[str, Any], arrays: dict[str, Ten
 
 def _config_costs(config: PretrainedConfig, policy: Policy) -> Costs:
     heads = num_kv_heads(config)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return slot_costs(heads, config.num_attention_heads // heads, size, size, dtype.itemsize, policy)
 

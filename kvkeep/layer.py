@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .attention import AttentionMass, attend
 from .budget import Budget
+from .fingerprint import num_kv_heads
 from .policies import Observation, Policy, Rotary
 from .selection import finite_or_recent, protected, surplus, survivors, victim
 from .slots import EMPTY, Slots, Snapshot
@@ -537,7 +538,3 @@ def slot_costs(heads: int, group: int, key_size: int, value_size: int, element_s
     streams = sum(4 * math.prod(shape) for shape in policy.streams(heads, group, key_size).values())
     # beside the policy's own streams: the hole of each head and the sequence's length
     return Costs(slot, streams + 8 * heads + _POSITION_BYTES)
-
-
-def num_kv_heads(config: PretrainedConfig) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

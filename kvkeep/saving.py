@@ -5,8 +5,10 @@ import json
 import os
 import struct
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -23,11 +25,18 @@ def write(path: Path, kind: str, version: int, state: dict[str, Any], tensors: d
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(state, sort_keys=True)
     header = {"kvkeep": kind, "version": str(version), "state": text, "digest": _digest(text, tensors)}
+    with whole_file(path) as file:
+        file.write(save(tensors, metadata=header))
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` once the block has ended; after an error the old one is untouched."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(save(tensors, metadata=header))
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

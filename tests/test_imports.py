@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "kvkeep"
 
 # from the ground up: a file or folder imports from its own line and from those above it here
 LEVELS = [
-    {"names", "slots", "quant", "budget", "selection", "future", "losses", "metrics"},
+    {"names", "slots", "quant", "budget", "selection", "fingerprint", "future", "losses", "metrics"},
     {"attention"},
     {"policies"},
     {"saving", "cache_report", "layer", "cache", "group"},
