@@ -136,7 +136,7 @@ class KVLayer(CacheLayerMixin):
         self._check_unattached(key_states)
         query_positions = self._append(key_states, value_states, None)
         keys, values = self._slots.keys, self._slots.values
-        self.settle(self._observe(None, query_positions, key_states.shape[2], 0.0))
+        self.settle(self._observe(None, query_positions, key_states.shape[2], None))
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -435,10 +435,12 @@ class KVLayer(CacheLayerMixin):
 
     # eviction
 
-    def _observe(self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float) -> Observation:
+    def _observe(
+        self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float | None
+    ) -> Observation:
         slots = self._slots
         attention = None
-        if queries is not None:
+        if queries is not None and scale is not None:
             attention = AttentionMass(
                 queries, slots.keys, slots.positions, query_positions, scale, has_empty=self.has_empty
             )
@@ -452,6 +454,7 @@ class KVLayer(CacheLayerMixin):
             attention=attention,
             queries=queries,
             query_positions=query_positions,
+            scale=scale,
             rotary=self.plan.rotary,
             ahead=self.plan.ahead,
         )

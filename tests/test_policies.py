@@ -23,6 +23,7 @@ from kvkeep.policies.baselines import rotate
 from kvkeep.slots import EMPTY, Slots
 
 H, G, D, DV = 2, 3, 8, 6
+SCALE = Run.scale
 ANGLE = torch.tensor([1.0, 0.3, 0.1, 0.03])
 
 # settings small enough to matter on some twenty tokens; what is not listed runs with its defaults
@@ -65,15 +66,16 @@ def empty_slots(policy: Policy, batch: int, dtype: torch.dtype) -> Slots:
 def observe(slots: Slots, queries: Tensor, at: Tensor, lengths: Tensor, *, new: Tensor | None = None, **more):
     """What a policy sees right after the attention of `queries` `[B, H, G, T, D]` at positions `at` `[B, T]`."""
     packed = queries.flatten(1, 2)
-    scale, has_empty = D**-0.5, bool((slots.positions == EMPTY).any() | (at == EMPTY).any())
+    has_empty = bool((slots.positions == EMPTY).any() | (at == EMPTY).any())
     return Observation(
         slots=slots,
         new=new,
         num_new=at.shape[1],
         lengths=lengths,
-        attention=AttentionMass(packed, slots.keys, slots.positions, at, scale, has_empty=has_empty),
+        attention=AttentionMass(packed, slots.keys, slots.positions, at, SCALE, has_empty=has_empty),
         queries=packed,
         query_positions=at,
+        scale=SCALE,
         **{"layer": 1, "rotary": rotary, **more},
     )
 
@@ -214,7 +216,7 @@ def run_from(log: list[Observation], options: dict) -> Run:
     ahead = log[-1].num_new if log[-1].ahead else 0
     angle = 10_000 ** (-torch.arange(0, 16, 2) / 16)
     sizes = tuple(seen.num_new for seen in log)
-    return Run(queries, slots.keys[0], slots.values[0], sizes, options, layer, ahead, angle)
+    return Run(queries, slots.keys[0], slots.values[0], sizes, options, layer, ahead, angle, 16**-0.5)
 
 
 def tokens(length: int, seed: int = 0) -> Tensor:
@@ -349,7 +351,7 @@ def test_expected_attention_is_the_mean_over_queries_drawn_from_the_gaussian(hor
             plain = torch.stack([rotation(ANGLE, -t) @ run.queries[head, member, t].double() for t in range(15)])
             spread = torch.linalg.cholesky(torch.cov(plain.T, correction=0) + 1e-9 * torch.eye(D))
             drawn = plain.mean(0) + torch.randn(200_000, D, generator=generator, dtype=torch.float64) @ spread.T
-            products = ((drawn @ turn.T) @ run.keys[head].double().T / D**0.5).exp().mean(0)
+            products = ((drawn @ turn.T) @ run.keys[head].double().T * SCALE).exp().mean(0)
             expected += products / products.sum() / G
         assert torch.allclose((got[head] / run.values[head].norm(dim=-1)).double(), expected, rtol=0.05)
 
@@ -430,3 +432,10 @@ def test_nearest_names_come_first_and_all_follow():
     )
     assert nearest("zzz", iter(["tova", "h2o"])) == "Choose one of: tova, h2o"
     assert nearest("", ["tova"]) == "Choose one of: tova"
+
+
+def test_a_policy_sees_the_scale_of_a_model_that_sets_its_own(tiny):
+    model = tiny("gemma3", query_pre_attn_scalar=64)
+    policy, log = recorded(make_policy("tova"))
+    kvkeep.prefill(model, tokens(30), KVCache(model, policy=policy, budget=24))
+    assert {seen.scale for (seen,) in log.values()} == {64**-0.5}

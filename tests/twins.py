@@ -123,6 +123,7 @@ class Run:
         sizes: tokens of each forward; they add up to N.
         ahead: tokens at the end that are a look-ahead.
         options: the policy's settings.
+        scale: what products of queries and keys are multiplied by; not D ** -0.5, which some models do not use.
         angle: angles `[D / 2]` by which a step of one position turns each pair of dimensions.
     """
 
@@ -134,6 +135,7 @@ class Run:
     layer: int = 0
     ahead: int = 0
     angle: Tensor | None = None
+    scale: float = 0.5
 
     @property
     def forwards(self) -> list[range]:
@@ -146,7 +148,7 @@ def attention_of(run: Run, head: int, query: int) -> Tensor:
     """Softmax over the tokens up to `query`, mean over the query heads of the group: `[N]`."""
     weights = torch.zeros(run.keys.shape[1])
     for q in run.queries[head, :, query]:
-        logits = run.keys[head, : query + 1] @ q / math.sqrt(q.shape[0])
+        logits = run.keys[head, : query + 1] @ q * run.scale
         weights[: query + 1] += logits.softmax(0) / run.queries.shape[1]
     return weights
 
@@ -253,19 +255,23 @@ def expected_attention(run: Run, head: int) -> Tensor:
     known = [(torch.zeros(size).double(), torch.zeros(size, size).double(), 0.0) for _ in range(group)]
     worth = torch.zeros(N, dtype=torch.float64)
     for new in run.forwards:
+        sinks = run.options["sinks"] if len(new) > 1 and new.stop > run.options["sinks"] else 0
         expected = torch.zeros(N, dtype=torch.float64)
         for member in range(group):
             if len(new) > 1:
                 mean, covariance = future_gaussian(run, head, member, new)
             else:
                 mean, covariance = known[member][0], torch.diag(known[member][1].diagonal())
-            logits = torch.stack([k @ mean / size**0.5 + k @ covariance @ k / (2 * size) for k in keys[: new.stop]])
+            s = run.scale
+            logits = torch.stack([k @ mean * s + k @ covariance @ k * s**2 / 2 for k in keys[: new.stop]])
             if len(new) > 1:
-                known[member] = mean, covariance, logits.exp().sum().log()
+                known[member] = mean, covariance, logits[sinks:].exp().sum().log()
             expected[: new.stop] += (logits - known[member][2]).exp() / group
         judged = range(new.stop) if len(new) > 1 else new
         for i in judged:
             worth[i] = (expected[i] + run.options["epsilon"]) * norms[i]
+        if sinks:
+            worth[:sinks] = worth[sinks : new.stop].max() + 1
     return worth
 
 

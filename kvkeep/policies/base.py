@@ -31,6 +31,7 @@ class Observation:
         attention: mass the slots receive from the new queries (None without queries).
         queries: `[B, H * G, T, D]`, after rotation (None when the policy does not need them).
         query_positions: `[B, T]`, -1 for padding.
+        scale: what the model multiplies query-key products by.
         rotary: the model's rotation, for policies that need it.
         layer: index of the layer.
         ahead: the new tokens are a look-ahead that will be taken back.
@@ -44,6 +45,7 @@ class Observation:
     attention: AttentionMass | None = None
     queries: Float[Tensor, "B HG T D"] | None = None
     query_positions: Int[Tensor, "B T"] | None = None
+    scale: float | None = None
     rotary: Rotary | None = None
     ahead: bool = False
 

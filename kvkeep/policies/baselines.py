@@ -206,22 +206,29 @@ class ExpectedAttention(Policy):
         B, H, _, D = slots.keys.shape
         keys = slots.keys.float()[:, :, None]
         mean, covariance = mean.view(B, H, -1, 1, D), covariance.view(B, H, -1, D, D)
-        logits = (keys * mean).sum(-1) / D**0.5 + ((keys @ covariance) * keys).sum(-1) / (2 * D)
-        logits = logits.masked_fill(~slots.occupied[:, :, None], -torch.inf)
+        logits = _expected_logits((keys * mean).sum(-1), ((keys @ covariance) * keys).sum(-1), seen)
+        # sinks would take nearly all of it: they are kept, and the others share the attention among themselves
+        sinks = slots.positions < self._num_sinks(seen)[:, None]
+        logits = logits.masked_fill((sinks | ~slots.occupied)[:, :, None], -torch.inf)
         normaliser = logits.logsumexp(-1, keepdim=True)
         slots.streams["mean"].copy_(mean.reshape(B, -1, D))
         slots.streams["variance"].copy_(covariance.diagonal(dim1=-2, dim2=-1).reshape(B, -1, D))
         slots.streams["normaliser"].copy_(normaliser.reshape(B, -1, 1))
         expected = (logits - normaliser).exp().mean(2)
-        return (expected + self.epsilon) * slots.values.float().norm(dim=-1)
+        worth = (expected + self.epsilon) * slots.values.float().norm(dim=-1)
+        return torch.where(sinks, worth.amax(-1, keepdim=True) + 1, worth)
 
     def _judge_new(self, seen: Observation) -> Float[Tensor, "B H 1"]:
         keys = seen.new_keys.float()
         B, H, _, D = keys.shape
         streams = {name: stream.view(B, H, -1, stream.shape[-1]) for name, stream in seen.slots.streams.items()}
-        logits = (keys * streams["mean"]).sum(-1) / D**0.5 + (keys**2 * streams["variance"]).sum(-1) / (2 * D)
+        logits = _expected_logits((keys * streams["mean"]).sum(-1), (keys**2 * streams["variance"]).sum(-1), seen)
         expected = (logits - streams["normaliser"][..., 0]).exp().mean(-1, keepdim=True)
         return (expected + self.epsilon) * seen.new_values.float().norm(dim=-1)
+
+    def _num_sinks(self, seen: Observation) -> Int[Tensor, "B 1"]:
+        # a prompt of sinks alone has nothing else
+        return torch.where(seen.lengths > self.sinks, self.sinks, 0)[:, None]
 
     def _future_queries(self, seen: Observation) -> tuple[Float[Tensor, "B HG D"], Float[Tensor, "B HG D D"]]:
         """Mean and covariance of the queries, rotated to the average of the next `horizon` positions."""
@@ -231,8 +238,8 @@ class ExpectedAttention(Policy):
         # the tables of some long-context rotations scale too
         scale = cos**2 + sin**2
         plain = rotate(seen.queries.float(), cos / scale, -sin / scale)
-        # sinks are no typical queries; a prompt of sinks alone has nothing else
-        counted = at >= torch.where(seen.lengths > self.sinks, self.sinks, 0)[:, None]
+        # sinks are no typical queries
+        counted = at >= self._num_sinks(seen)
         weight = counted[:, None, :, None] / counted.sum(1)[:, None, None, None].clamp(min=1)
         mean = (plain * weight).sum(2)
         centred = plain - mean[:, :, None]
@@ -271,6 +278,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned, rest], dim=-1)
+
+
+def _expected_logits(product: Tensor, spread: Tensor, seen: Observation) -> Tensor:
+    """Log of the mean of exp(scale * q . k) over Gaussian q, from mean . k and k . covariance . k."""
+    assert seen.scale is not None
+    return product * seen.scale + spread * (seen.scale**2 / 2)
 
 
 def _lag_score(array: Float[Tensor, "B H N D"], part: Int[Tensor, "B H N"]) -> Float[Tensor, "B H N"]:
