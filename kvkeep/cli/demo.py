@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 ROUNDS = 5
 READING = """\
-full is transformers' own cache and attention; the others answer the same prompts,
-each from its own cache. right: the answer contains the planted fact. kept: tokens
-per KV head. MiB: measured from storages, everything included. tokens/s: a single
-sequence, each cache alone, median of {rounds} rounds in turns.\
+full is transformers' own cache and attention; the others answer the same
+prompts, each from its own cache. right: the answer contains the planted
+fact. kept: tokens per KV head. MiB: measured from storages, everything
+included. tokens/s: a single sequence, each cache alone, median of {rounds} rounds.\
 """
 
 
@@ -60,7 +60,8 @@ def demo(
     write_rows(folder / "rows.jsonl", rows)
     report = write_report(rows, folder, samples=samples)
     console.print(READING.format(rounds=ROUNDS), style="dim", highlight=False)
-    console.print(f"written: {report.html}, {folder / 'rows.jsonl'}, {samples}", markup=False, soft_wrap=True)
+    written = ", ".join(path.name for path in (report.html, folder / "rows.jsonl", samples))
+    console.print(f"written to {folder}: {written}", markup=False, soft_wrap=True)
     if as_json:
         print_rows(rows)
 
