@@ -3,6 +3,7 @@
 B sequences, H KV heads, N slots, T new tokens, D head size.
 """
 
+import weakref
 from copy import copy, deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from .budget import Budget
 from .cache_report import CacheReport, LayerReport
 from .fingerprint import fingerprint, head_size, num_kv_heads, refuse_other_model
 from .layer import Costs, KVLayer, Plan, slot_costs
+from .padding import PaddingWatch
 from .policies import POLICIES, Policy, Rotary, make_policy
 
 _FORMAT = 1
@@ -34,7 +36,7 @@ class KVCache(Cache):
     `kvkeep.attach(model)`; `kvkeep.generate` does that itself.
 
     Args:
-        model: the model, or `model.config` (the same object, not a copy).
+        model: the model, or `model.config` (the same object, not a copy), which needs `kvkeep.attach(model)`.
         policy: name or `Policy`; see `kvkeep.POLICIES`.
         budget: tokens per KV head and layer (512), share of the tokens seen (0.25 or "25%"), bytes of the whole
             cache ("64MiB"), a `Budget`, or None to keep everything.
@@ -67,6 +69,7 @@ class KVCache(Cache):
         types = _layer_types(config)
         managed = [index for index, kind in enumerate(types) if kind == _MANAGED]
         self.plan = Plan(config, chosen, budget, len(managed), rotary)
+        self._model = None if isinstance(model, PretrainedConfig) else weakref.ref(model)
         if budget.bytes is not None:
             costs = _config_costs(config, chosen)
             budget.slots_for_bytes(
@@ -82,6 +85,7 @@ class KVCache(Cache):
                 for index, kind in enumerate(types)
             ]
         )
+        self._watch_padding()
 
     @property
     def policy(self) -> Policy:
@@ -101,7 +105,13 @@ class KVCache(Cache):
         fork = copy(self)
         memo[id(self.plan)] = fork.plan = copy(self.plan)
         fork.layers = [deepcopy(layer, memo) for layer in self.layers]
+        fork._watch_padding()
         return fork
+
+    def _watch_padding(self) -> None:
+        model = self._model() if self._model is not None else None
+        if model is not None:
+            PaddingWatch(self, model)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]

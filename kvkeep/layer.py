@@ -40,6 +40,8 @@ class Plan:
         self.expected: Tensor | None = None
         self.holding = False
         self.ahead = False
+        # tokens seen when a model that is not attached last said that those to come hold no padding
+        self.vouched: int | None = None
         self._memo: tuple[int, list[tuple[int, Tensor | None]]] | None = None
         self._unlimited: list[tuple[int, Tensor | None]] = [(_EVERYTHING, None)] * num_layers
 
@@ -515,10 +517,10 @@ class KVLayer(CacheLayerMixin):
                 f"policy {name} reads the model's queries: call kvkeep.attach(model) first, or use "
                 "kvkeep.generate, which does"
             )
-        if keys.shape[0] > 1:
+        if self.plan.vouched != self.seen:
             raise RuntimeError(
-                f"a batch of {keys.shape[0]} may hold padding, which this cache cannot see on a model that is not "
-                "attached: call kvkeep.attach(model) first, or use kvkeep.generate, which does"
+                "the new tokens may hold padding, which this cache cannot see: make it from the model that is called, "
+                "KVCache(model, ...), or call kvkeep.attach(model) first"
             )
         evicted = self.slots is not None and self.slots.kept != self.seen
         if evicted and keys.shape[2] > 1 and self.plan.budget.schedule != "uniform":

@@ -150,7 +150,7 @@ def attach(model: PreTrainedModel) -> Attachment:
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"{type(model).__name__} does not route its attention through transformers' AttentionInterface, so it "
-            "cannot be attached; policies that read keys and values alone work without (batch size 1)"
+            "cannot be attached; policies that read keys and values alone work without"
         )
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)

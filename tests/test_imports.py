@@ -17,7 +17,7 @@ LEVELS = [
     {"names", "slots", "quant", "budget", "selection", "fingerprint", "future", "losses", "metrics"},
     {"attention"},
     {"policies"},
-    {"saving", "cache_report", "layer", "cache", "group"},
+    {"saving", "cache_report", "padding", "layer", "cache", "group"},
     {"models", "chat", "model", "trace", "train"},
     {"evaluate"},
     {"report", "demo"},

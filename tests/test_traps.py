@@ -1,8 +1,10 @@
 """Traps of other libraries, as far as no other file holds them, and docs/traps.md, which lists them all."""
 
 import ast
+import copy
 import gc
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -97,27 +99,42 @@ def test_layers_of_different_lengths_are_refused_where_they_would_share_one_mask
         call(model, tokens(20), cache)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a bare model shows the cache no mask, and one padded row looks like any other",
-)
-def test_one_padded_prompt_on_a_bare_model_is_refused_or_gives_what_it_gives_unpadded(tiny):
-    model, prompt = tiny("llama"), tokens(90)
-    options = {"max_new_tokens": 12, "do_sample": False}
+@pytest.mark.parametrize("batch", (1, 2))
+def test_padding_on_a_model_that_is_not_attached_is_refused(tiny, batch):
+    model = tiny("llama")
+    mask = torch.ones(batch, 90, dtype=torch.long)
+    mask[0, :30] = 0
+    cache = {kvkeep.cache_argument(model): KVCache(model, policy="knorm", budget=40)}
+    with pytest.raises(ValueError, match="padding"):
+        model.generate(tokens(90).expand(batch, -1), attention_mask=mask, max_new_tokens=2, **cache)
 
-    def answer(input_ids: Tensor, mask: Tensor) -> Tensor:
-        cache = {kvkeep.cache_argument(model): KVCache(model, policy="knorm", budget=40)}
-        return model.generate(input_ids, attention_mask=mask, **options, **cache)[:, -12:]
 
-    ones, zeros = torch.ones_like(prompt), torch.zeros(1, 30, dtype=torch.long)
-    expected = answer(prompt, ones)
-    try:
-        padded = answer(torch.cat([zeros + 5, prompt], 1), torch.cat([zeros, ones], 1))
-    except (RuntimeError, ValueError) as refusal:
-        assert "padding" in str(refusal)
-        return
-    assert torch.equal(padded, expected)
+def test_a_cache_that_no_model_can_tell_of_padding_is_refused_where_it_is_not_attached(tiny):
+    model = tiny("llama")
+    from_config, from_another = KVCache(model.config, policy="knorm", budget=40), KVCache(model, budget=40)
+    with pytest.raises(RuntimeError, match="padding"):
+        call(model, tokens(60), from_config)
+    with pytest.raises(RuntimeError, match="padding"):
+        call(copy.deepcopy(model), tokens(60), from_another)
+    attached = KVCache(model.config, policy="knorm", budget=40)
+    with kvkeep.attach(model):
+        call(model, tokens(60), attached)
+    assert attached.report().kept == 40
+
+
+def test_a_model_forgets_the_caches_that_are_gone_and_its_copies_know_none(tiny):
+    model = tiny("llama")
+    before = len(model._forward_pre_hooks)
+    cache = KVCache(model, policy="knorm", budget=40)
+    fork = copy.deepcopy(cache)
+    assert len(model._forward_pre_hooks) == before + 2
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    call(model, tokens(60), fork)
+    with pytest.raises(RuntimeError, match="padding"):
+        call(twin, tokens(60), cache)
+    del cache, fork
+    gc.collect()
+    assert len(model._forward_pre_hooks) == before
 
 
 # state and lifetime
