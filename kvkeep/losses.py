@@ -56,7 +56,7 @@ def draw_orders(scores: Float[Tensor, "A n"], num_draws: int, generator: torch.G
 
 
 def log_probability(scores: Float[Tensor, "A n"], orders: Int[Tensor, "*K A n"]) -> Float[Tensor, "*K A"]:
-    """Log-probability of rankings under Plackett-Luce: the sum over places of score - logsumexp(scores from here on)."""
+    """Log-probability of rankings under Plackett-Luce: over places, score - logsumexp(scores from here on), summed."""
     drawn = scores.expand(orders.shape).gather(-1, orders)
     remaining = drawn.flip(-1).logcumsumexp(-1).flip(-1)
     return (drawn - remaining).sum(-1)
@@ -109,7 +109,7 @@ def expected_cost(
     """
     n = scores.shape[-1]
     others = torch.arange(n, device=scores.device) if against is None else against
-    return _PairCost.apply(scores, importance, others) * (n / len(others))  # type: ignore[no-untyped-call,no-any-return]
+    return _PairCost.apply(scores, importance, others) * (n / len(others))
 
 
 def expected_cost_ratio(
@@ -127,7 +127,7 @@ class _PairCost(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx, scores: Tensor, importance: Tensor, others: Tensor
     ) -> Tensor:
         agents = max(1, _TILE // (scores.shape[-1] * len(others)))
