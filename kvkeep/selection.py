@@ -24,12 +24,9 @@ def protected(
 def survivors(
     score: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], guarded: Bool[Tensor, "B H N"], count: int
 ) -> Int[Tensor, "B H M"]:
-    """Indices of the `count` slots of greatest worth, in ascending slot order.
-
-    Slots must stand in order of position, so that of equal worths the newest survives.
-    """
+    """Indices of the `count` slots of greatest worth, in order of position, empty slots first."""
     ranked = _by_worth(score, positions, guarded)[..., :count]
-    return ranked.sort(-1).values
+    return ranked.gather(-1, positions.gather(-1, ranked).argsort(dim=-1))
 
 
 def surplus(
@@ -68,6 +65,8 @@ def _worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
 
 
 def _by_worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
-    # a stable sort of the flipped array puts the newest of equal worths first
-    worth = _worth(score, positions, guarded).flip(-1)
-    return score.shape[-1] - 1 - torch.sort(worth, dim=-1, descending=True, stable=True).indices
+    """Slots from the greatest worth to the least."""
+    # decoding fills slots in place, in any order; a stable sort from the newest on puts the newest of equals first
+    newest = positions.argsort(dim=-1, descending=True, stable=True)
+    worth = _worth(score, positions, guarded).gather(-1, newest)
+    return newest.gather(-1, worth.argsort(dim=-1, descending=True, stable=True))

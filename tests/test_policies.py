@@ -135,8 +135,6 @@ def test_a_padded_batch_gives_the_worths_of_each_sequence_alone(name, options):
 
 @every_choice
 def test_a_second_padded_turn_gives_the_worths_of_each_sequence_alone(name, options):
-    # neighbours are pooled by slot, and padding between two turns keeps them apart
-    options = {**options, "kernel": 1} if "kernel" in options else options
     turns = [(20, 1, 6, 1), (3, 1, 2, 1), (9, 1, 4, 1)]
     runs = [replace(run_of(name, sizes, options, seed), ahead=0) for seed, sizes in enumerate(turns)]
     for got, run in zip(drive(make_policy(name, **options), runs), runs, strict=True):

@@ -96,13 +96,15 @@ def worth_order(score: Sequence[float], positions: Sequence[int], guarded: Seque
     def rank(slot: int) -> tuple[bool, bool, float, int]:
         occupied = positions[slot] >= 0
         # the worth of an empty slot says nothing
-        return occupied, guarded[slot], score[slot] if occupied and not guarded[slot] else 0.0, slot
+        return occupied, guarded[slot], score[slot] if occupied and not guarded[slot] else 0.0, positions[slot]
 
     return sorted(range(len(score)), key=rank, reverse=True)
 
 
 def kept_by_sorting(score: Sequence[float], positions: Sequence[int], guarded: Sequence[bool], count: int) -> list[int]:
-    return sorted(worth_order(score, positions, guarded)[:count])
+    """Slots of the tokens that stay, in order of position; empty slots only fill up."""
+    kept = [slot for slot in worth_order(score, positions, guarded)[:count] if positions[slot] >= 0]
+    return sorted(kept, key=lambda slot: positions[slot])
 
 
 def victim_by_sorting(score: Sequence[float], positions: Sequence[int], guarded: Sequence[bool]) -> int:

@@ -136,8 +136,9 @@ class H2O(Policy):
 class SnapKV(Policy):
     """SnapKV (arXiv 2404.14469): attention of the last `window` tokens, max-pooled over neighbours.
 
-    The paper evicts once, after the prompt. In decoding the window mean is carried on as a moving average of the
-    same length, without pooling.
+    The paper evicts once, after the prompt, and always keeps the window. Here the budget protects its own recent
+    window, 16 tokens unless told otherwise, and what else of the window stays is decided by worth. In decoding the
+    window mean is carried on as a moving average of the same length, without pooling.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"queries"})
@@ -157,11 +158,17 @@ class SnapKV(Policy):
         if seen.num_new > 1:
             # padding looked at nothing, so it moves no average
             fresh = (seen.query_positions >= 0).sum(1).clamp(max=self.window)[:, None, None]
-            mass = max_pool1d(mass, self.kernel, stride=1, padding=self.kernel // 2)
+            mass = self._pooled(mass, seen.slots.positions)
         seen.slots.side("snapkv").mul_(1 - fresh / self.window).add_(mass)
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         return seen.slots.side("snapkv")
+
+    def _pooled(self, mass: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"]) -> Float[Tensor, "B H N"]:
+        """The largest mass among the tokens held next to each, before and after it; empty slots lie between none."""
+        order = positions.argsort(dim=-1, stable=True)
+        pooled = max_pool1d(mass.gather(-1, order), self.kernel, stride=1, padding=self.kernel // 2)
+        return torch.empty_like(mass).scatter_(-1, order, pooled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +227,7 @@ class ExpectedAttention(Policy):
 
     def _judge_new(self, seen: Observation) -> Float[Tensor, "B H 1"]:
         keys = seen.new_keys.float()
-        B, H, _, D = keys.shape
+        B, H = keys.shape[:2]
         streams = {name: stream.view(B, H, -1, stream.shape[-1]) for name, stream in seen.slots.streams.items()}
         logits = _expected_logits((keys * streams["mean"]).sum(-1), (keys**2 * streams["variance"]).sum(-1), seen)
         expected = (logits - streams["normaliser"][..., 0]).exp().mean(-1, keepdim=True)
