@@ -49,3 +49,23 @@ def attention_mass(
         recent = query_positions > newest - last
         weights = weights * recent[:, None, :, None]
     return weights.sum(2)
+
+
+def future_importance(
+    queries: Float[Tensor, "B H G T D"],
+    keys: Float[Tensor, "B H S D"],
+    query_positions: Int[Tensor, "B T"],
+    scale: float,
+    delay: int = 0,
+    horizon: int | None = None,
+) -> tuple[Float[Tensor, "B H S"], Float[Tensor, "B H S"]]:
+    """Attention each key gets from queries at least `delay` and less than `horizon` behind it, summed over queries.
+
+    The first takes the largest of a group's query heads for each query, the second their mean.
+    """
+    B, H, S, _ = keys.shape
+    positions = torch.arange(S)
+    weights = attention_map(queries, keys, positions.expand(B, H, S), query_positions, scale)
+    behind = query_positions[:, None, None, :, None] - positions
+    counted = weights * (behind >= delay) * (behind < (S if horizon is None else horizon))
+    return counted.amax(2).sum(2), counted.mean(2).sum(2)
