@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 # fp32 logits of all heads in a tile (4 MiB, within a processor's cache), and keys of a tile
@@ -124,8 +124,7 @@ def _logits(tile: _Tile, keys: Tensor, start: int, reach: int) -> Float[Tensor, 
     # only columns behind the first query's position hold anything hidden
     edge = max(start, tile.first + 1)
     if edge < stop:
-        # padding sees everything: its row must be finite, and does not count
-        hidden = (_between(tile, edge, stop) < 0) & _tokens(tile)
+        hidden = _between(tile, edge, stop) < 0
         _grouped(logits, tile)[..., edge - start :].masked_fill_(hidden, -torch.inf)
     return logits
 
@@ -135,7 +134,8 @@ def _count(total: Importance, tile: _Tile, weights: Tensor, start: int, window: 
     stop = start + weights.shape[-1]
     grouped = _grouped(weights, tile)
     if tile.padded:
-        grouped.masked_fill_(~_tokens(tile), 0)
+        # a row of padding may be NaN until here: it saw nothing
+        grouped.masked_fill_((tile.at < 0)[:, None, None, :, None], 0)
     late, early = max(start, tile.first - window.delay + 1), min(stop, tile.last - window.horizon + 1)
     if window.delay and late < stop:
         grouped[..., late - start :].masked_fill_(_between(tile, late, stop) < window.delay, 0)
@@ -148,11 +148,6 @@ def _count(total: Importance, tile: _Tile, weights: Tensor, start: int, window: 
 def _between(tile: _Tile, start: int, stop: int) -> Int[Tensor, "B 1 1 t s"]:
     """How far each query lies behind each of the keys from `start` to `stop`."""
     return tile.at[:, None, None, :, None] - torch.arange(start, stop, device=tile.at.device)
-
-
-def _tokens(tile: _Tile) -> Bool[Tensor, "B 1 1 t 1"]:
-    """Which queries are no padding."""
-    return (tile.at >= 0)[:, None, None, :, None]
 
 
 def _grouped(weights: Float[Tensor, "B H R s"], tile: _Tile) -> Float[Tensor, "B H G t s"]:
