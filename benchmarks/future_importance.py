@@ -14,7 +14,8 @@ from statistics import median
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvkeep.evaluate.rows import Row, bootstrap, manifest, write_rows
+from kvkeep.evaluate.rows import Row, manifest, write_rows
+from kvkeep.evaluate.speed import median_interval
 from kvkeep.future import future_importance
 
 # query heads, KV heads, queries, keys, head size
@@ -57,14 +58,14 @@ def main() -> None:
     for size in SIZES:
         times = pairs(size, options.rounds)
         ratios = [ours / plain for plain, ours in times]
-        bounds = bootstrap(ratios)
+        low, high = median_interval(ratios)
         rows.append(
             Row(
                 metric="future_importance_over_attention",
                 value=median(ratios),
-                low=bounds.low,
-                high=bounds.high,
-                interval=bounds.method,
+                low=low,
+                high=high,
+                interval="bootstrap",
                 n=len(ratios),
                 length=size[3],
                 extra={
