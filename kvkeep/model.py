@@ -27,6 +27,8 @@ from .policies import Policy
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
 
 
+# what slots hold changes from token to token: a compiled model calls this as it is
+@torch.compiler.disable
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,

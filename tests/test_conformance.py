@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from conftest import build_tiny
 from torch import Tensor
 
 import kvkeep
@@ -573,6 +574,24 @@ def test_autocast_runs_and_keeps_scores_in_fp32(tiny, name):
         logits = step(model, cache, tokens(1))
     assert logits.isfinite().all() and cache.report().kept <= 40
     assert all(layer.slots.side(n).dtype == torch.float32 for layer in cache.managed for n in layer.slots.side_names)
+
+
+@pytest.mark.parametrize("name", ("knorm", "tova"))
+def test_a_compiled_model_decodes_the_same_tokens(tiny, name):
+    model, prompt = tiny("llama"), tokens(60)
+    compiled = torch.compile(build_tiny("llama"), backend="eager")
+    caches = [KVCache(one, policy=name, budget=40) for one in (model, compiled._orig_mod)]
+    logits = [fill(model, caches[0], prompt), fill(compiled._orig_mod, caches[1], prompt)]
+    for _ in range(8):
+        token = logits[0].argmax(-1, keepdim=True)
+        argument, position = kvkeep.cache_argument(model), torch.full_like(token, caches[0].get_seq_length())
+        with torch.no_grad(), kvkeep.attach(model), kvkeep.attach(compiled._orig_mod):
+            logits = [
+                one(token, position_ids=position, **{argument: cache}).logits[:, -1]
+                for one, cache in zip((model, compiled), caches, strict=True)
+            ]
+        assert torch.allclose(*logits, atol=1e-5)
+    assert all(map(torch.equal, held(caches[0]), held(caches[1])))
 
 
 @pytest.mark.parametrize("on", (True, False))
