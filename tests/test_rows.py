@@ -546,3 +546,7 @@ def test_the_manifest_fills_a_row_and_tells_the_command_without_machine_paths(mo
     assert {"kvkeep", "torch", "transformers", "python"} <= row.versions.keys()
     monkeypatch.setattr(sys, "argv", ["/somewhere/kvkeep/__main__.py", "eval"])
     assert manifest()["command"] == "python -m kvkeep eval"
+    monkeypatch.setattr(sys, "argv", ["benchmarks/chunks.py", "--out", "rows"])
+    assert manifest()["command"] == "python benchmarks/chunks.py --out rows"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/chunks.py"])
+    assert manifest()["command"] == "python chunks.py"

@@ -182,7 +182,12 @@ def _cpu_name() -> str:
 
 def _command_line() -> str:
     program = Path(sys.argv[0])
-    start = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    if program.name == "__main__.py":
+        start = ["python", "-m", program.parent.name]
+    elif program.suffix == ".py":
+        start = ["python", program.name if program.is_absolute() else str(program)]
+    else:
+        start = [program.name]
     return shlex.join(start + sys.argv[1:])
 
 
