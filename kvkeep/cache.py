@@ -68,6 +68,7 @@ class KVCache(Cache):
         rotary = _rotary(model) if "rotary" in chosen.needs and not budget.unlimited else None
         types = _layer_types(config)
         managed = [index for index, kind in enumerate(types) if kind == _MANAGED]
+        chosen.check(fingerprint(config), managed)
         self.plan = Plan(config, chosen, budget, len(managed), rotary)
         self._model = None if isinstance(model, PretrainedConfig) else weakref.ref(model)
         if budget.bytes is not None:
@@ -165,7 +166,7 @@ class KVCache(Cache):
             tensors["token_ids"] = self.token_ids
         state = {
             "model": fingerprint(self.plan.config),
-            "policy": {"name": type(self.policy).__name__, "options": asdict(self.policy)},
+            "policy": {"name": type(self.policy).__name__, "options": self.policy.settings()},
             "budget": asdict(self.budget),
             "layers": layers,
         }

@@ -73,6 +73,11 @@ def read(path: Path, kind: str, version: int) -> tuple[dict[str, Any], dict[str,
     return json.loads(header["state"]), tensors
 
 
+def digest(state: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """Checksum of a state and its tensors: the one that `write` puts into a file."""
+    return _digest(json.dumps(state, sort_keys=True), tensors)
+
+
 def _digest(text: str, tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):

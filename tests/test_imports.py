@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1] / "kvkeep"
 
 # from the ground up: a file or folder imports from its own line and from those above it here
 LEVELS = [
-    {"names", "slots", "quant", "budget", "selection", "fingerprint", "future", "losses", "metrics"},
+    {"names", "slots", "quant", "budget", "selection", "fingerprint", "future", "losses", "metrics", "saving", "hub"},
     {"attention"},
     {"policies"},
-    {"saving", "cache_report", "padding", "layer", "cache", "group"},
+    {"cache_report", "padding", "layer", "cache", "group"},
     {"models", "chat", "model", "trace", "train"},
     {"evaluate"},
     {"report", "demo"},
@@ -27,6 +27,8 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # what is not listed lies between the cache and the evaluation
 UNLISTED = LEVEL["model"]
 TORCH_ONLY = set().union(*LEVELS[:3])
+# files and repositories of weights are met in one place each
+WITH_MORE = {"saving": {"safetensors"}, "hub": {"huggingface_hub"}}
 WITH_TRANSFORMERS = {"layer", "cache", "group", "models", "model", "evaluate", "demo", "cli"}
 
 
@@ -98,7 +100,7 @@ def upward(found: Import) -> bool:
 
 def foreign_below_the_cache(found: Import) -> bool:
     top = found.module.split(".")[0]
-    known = {"kvkeep", "torch", "jaxtyping"} | sys.stdlib_module_names
+    known = {"kvkeep", "torch", "jaxtyping"} | sys.stdlib_module_names | WITH_MORE.get(own_part(found.file), set())
     return own_part(found.file) in TORCH_ONLY and top not in known
 
 

@@ -4,9 +4,9 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -92,6 +92,14 @@ class Policy(ABC):
     side: ClassVar[tuple[str, ...]] = ()
     schedule: ClassVar[str] = "uniform"
     chunk_free: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, Any]:
+        """What makes this policy again, as plain JSON: `type(policy)(**policy.settings())`."""
+        return asdict(self)
+
+    def check(self, fingerprint: Mapping[str, Any], layers: Sequence[int]) -> None:
+        """ValueError if this policy cannot serve a model (`kvkeep.fingerprint`) whose layers `layers` are managed."""
+        return
 
     def streams(self, num_heads: int, group: int, head_size: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the fp32 arrays `[B, ...]` the cache carries per sequence for it (`slots.streams`)."""
