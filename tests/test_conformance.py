@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from conftest import build_tiny
+from named import policy_named
 from torch import Tensor
 
 import kvkeep
 from kvkeep import POLICIES, KVCache
 from kvkeep.evaluate.dense_twin import dense_logits, witnessed
-from kvkeep.policies import make_policy
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3")
 NAMES = tuple(POLICIES)
@@ -68,7 +68,9 @@ def test_a_full_budget_gives_the_stock_caches_tokens(tiny, family, attached):
 def test_a_budget_that_is_never_reached_changes_nothing(tiny, name):
     model, prompt = tiny("llama"), tokens(120)
     expected = model.generate(prompt, max_new_tokens=30, do_sample=False)[:, 120:]
-    assert torch.equal(greedy(model, prompt, KVCache(model, policy=name, budget=1000), 30), expected)
+    assert torch.equal(
+        greedy(model, prompt, KVCache(model, policy=policy_named(name, model), budget=1000), 30), expected
+    )
 
 
 # evicted = dense under a mask
@@ -78,7 +80,7 @@ def test_a_budget_that_is_never_reached_changes_nothing(tiny, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_evicted_cache_equals_the_dense_model_under_the_same_mask(tiny, name, family):
     model, prompt = tiny(family), tokens(150)
-    policy, log = witnessed(make_policy(name))
+    policy, log = witnessed(policy_named(name, model))
     cache, sequence = KVCache(model, policy=policy, budget=40), prompt
     got = [fill(model, cache, prompt)]
     for _ in range(12):
@@ -92,7 +94,7 @@ def test_an_evicted_cache_equals_the_dense_model_under_the_same_mask(tiny, name,
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_second_turn_equals_the_dense_model_under_the_same_mask(tiny, name):
     model, first, second = tiny("llama"), tokens(90), tokens(25, seed=1)
-    policy, log = witnessed(make_policy(name))
+    policy, log = witnessed(policy_named(name, model))
     cache = KVCache(model, policy=policy, budget=40)
     fill(model, cache, first)
     step(model, cache, first[:, :1])
@@ -115,7 +117,7 @@ def test_the_budget_holds_after_every_forward(tiny, name, chunk, budget):
     model, prompt = tiny("llama"), tokens(length)
     # keys and values of 2 heads of size 16 in fp32, in 3 layers
     token_bytes = 2 * 2 * 16 * 4 * 3
-    cache = KVCache(model, policy=name, budget=budget)
+    cache = KVCache(model, policy=policy_named(name, model), budget=budget)
     checked = 0
 
     def check(*_):
@@ -147,10 +149,10 @@ def test_the_budget_holds_after_every_forward(tiny, name, chunk, budget):
 @pytest.mark.parametrize("name", [name for name in NAMES if POLICIES[name].chunk_free])
 def test_policies_that_do_not_depend_on_chunks_keep_the_same_tokens_in_any(tiny, name):
     model, prompt = tiny("llama"), tokens(100)
-    whole = KVCache(model, policy=name, budget=40)
+    whole = KVCache(model, policy=policy_named(name, model), budget=40)
     logits = fill(model, whole, prompt)
     for chunk in (1, 7, 64):
-        pieces = KVCache(model, policy=name, budget=40)
+        pieces = KVCache(model, policy=policy_named(name, model), budget=40)
         fill(model, pieces, prompt, chunk=chunk)
         # deeper layers read what earlier chunks kept, so only the first layer's keys are the same by definition
         depth = len(whole.managed) if name in ("random", "streaming") else 1
@@ -162,7 +164,7 @@ def test_policies_that_do_not_depend_on_chunks_keep_the_same_tokens_in_any(tiny,
 @pytest.mark.parametrize("name", CAUSAL)
 def test_eight_turns_never_exceed_the_budget_and_positions_are_the_true_ones(tiny, name):
     model = tiny("llama")
-    cache, seen = KVCache(model, policy=name, budget=40), 0
+    cache, seen = KVCache(model, policy=policy_named(name, model), budget=40), 0
     for turn in range(8):
         fill(model, cache, tokens(17 + turn, seed=turn))
         step(model, cache, tokens(1, seed=turn))
@@ -185,13 +187,15 @@ def test_eight_turns_never_exceed_the_budget_and_positions_are_the_true_ones(tin
 def test_a_padded_batch_gives_what_each_sequence_gives_alone(tiny, name, side, budget):
     model, lengths = tiny("llama"), (30, 600, 131, 47)
     rows = [tokens(length, seed=length)[0] for length in lengths]
-    alone = [greedy(model, row[None], KVCache(model, policy=name, budget=budget), 12)[0] for row in rows]
+    alone = [
+        greedy(model, row[None], KVCache(model, policy=policy_named(name, model), budget=budget), 12)[0] for row in rows
+    ]
     width = max(lengths)
     batch, mask = torch.zeros(4, width, dtype=torch.long), torch.zeros(4, width, dtype=torch.long)
     for i, row in enumerate(rows):
         where = slice(width - len(row), None) if side == "left" else slice(len(row))
         batch[i, where], mask[i, where] = row, 1
-    cache = KVCache(model, policy=name, budget=budget)
+    cache = KVCache(model, policy=policy_named(name, model), budget=budget)
     together = greedy(model, batch, cache, 12, attention_mask=mask)
     for one, row in zip(alone, together, strict=True):
         assert one.tolist() == row.tolist()
@@ -204,10 +208,10 @@ def test_a_right_padded_prefill_keeps_what_each_sequence_keeps_alone(tiny, name)
     batch, mask = torch.zeros(2, 131, dtype=torch.long), torch.zeros(2, 131, dtype=torch.long)
     for i, row in enumerate(rows):
         batch[i, : len(row)], mask[i, : len(row)] = row, 1
-    together = KVCache(model, policy=name, budget=40)
+    together = KVCache(model, policy=policy_named(name, model), budget=40)
     fill(model, together, batch, attention_mask=mask)
     for i, row in enumerate(rows):
-        alone = KVCache(model, policy=name, budget=40)
+        alone = KVCache(model, policy=policy_named(name, model), budget=40)
         fill(model, alone, row[None])
         for one, both in zip(held(alone), held(together), strict=True):
             for head in range(2):
@@ -220,7 +224,7 @@ def test_beam_search_scores_what_each_beam_scores_alone(tiny, name):
     beams = kvkeep.generate(
         model,
         prompt,
-        cache=KVCache(model, policy=name, budget=40),
+        cache=KVCache(model, policy=policy_named(name, model), budget=40),
         num_beams=4,
         num_return_sequences=4,
         max_new_tokens=12,
@@ -230,7 +234,7 @@ def test_beam_search_scores_what_each_beam_scores_alone(tiny, name):
         output_scores=True,
     )
     for sequence, score in zip(beams.sequences, beams.sequences_scores, strict=True):
-        cache, total = KVCache(model, policy=name, budget=40), 0.0
+        cache, total = KVCache(model, policy=policy_named(name, model), budget=40), 0.0
         logits = fill(model, cache, prompt)
         for token in sequence[70:]:
             total += logits.log_softmax(-1)[0, token]
@@ -241,7 +245,7 @@ def test_beam_search_scores_what_each_beam_scores_alone(tiny, name):
 def test_rows_move_with_all_their_state(tiny):
     model = tiny("llama")
     for name in CAUSAL:
-        cache = KVCache(model, policy=name, budget=40)
+        cache = KVCache(model, policy=policy_named(name, model), budget=40)
         fill(model, cache, tokens(80, batch=3))
         order = torch.tensor([2, 0, 0])
         moved = copy.deepcopy(cache)
@@ -262,8 +266,8 @@ def test_rows_move_with_all_their_state(tiny):
 def test_prompt_lookup_gives_greedys_tokens(tiny, name):
     model = tiny("llama")
     prompt = tokens(20).repeat(1, 5)
-    expected = greedy(model, prompt, KVCache(model, policy=name, budget=40), 40)
-    cache = KVCache(model, policy=name, budget=40)
+    expected = greedy(model, prompt, KVCache(model, policy=policy_named(name, model), budget=40), 40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     got = greedy(model, prompt, cache, 40, prompt_lookup_num_tokens=6)
     assert got.tolist() == expected.tolist()
     assert cache.report().kept <= 40
@@ -272,8 +276,8 @@ def test_prompt_lookup_gives_greedys_tokens(tiny, name):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_assisted_decoding_gives_greedys_tokens(tiny, name):
     model, helper, prompt = tiny("llama"), tiny("llama", num_hidden_layers=2), tokens(100)
-    expected = greedy(model, prompt, KVCache(model, policy=name, budget=40), 30)
-    got = greedy(model, prompt, KVCache(model, policy=name, budget=40), 30, assistant_model=helper)
+    expected = greedy(model, prompt, KVCache(model, policy=policy_named(name, model), budget=40), 30)
+    got = greedy(model, prompt, KVCache(model, policy=policy_named(name, model), budget=40), 30, assistant_model=helper)
     assert got.tolist() == expected.tolist()
 
 
@@ -313,7 +317,7 @@ def test_interleaved_conversations_equal_the_same_two_apart(tiny, name):
             yield step(model, cache, tokens(1, seed=seed + i))
 
     def new():
-        return KVCache(model, policy=name, budget=40)
+        return KVCache(model, policy=policy_named(name, model), budget=40)
 
     apart = [list(turns(new(), 1)), list(turns(new(), 2))]
     together = list(zip(turns(new(), 1), turns(new(), 2), strict=True))
@@ -342,13 +346,13 @@ def test_threads_with_caches_of_their_own_do_not_meet(tiny):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_copied_cache_is_a_fork(tiny, name):
     model = tiny("llama")
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     fill(model, cache, tokens(80))
     fork = copy.deepcopy(cache)
     a, b = tokens(1, seed=1), tokens(1, seed=2)
     for _ in range(3):
         step(model, fork, a)
-    fresh = KVCache(model, policy=name, budget=40)
+    fresh = KVCache(model, policy=policy_named(name, model), budget=40)
     fill(model, fresh, tokens(80))
     assert torch.equal(step(model, cache, b), step(model, fresh, b))
     assert fork.get_seq_length() == 83 and cache.get_seq_length() == 81
@@ -388,9 +392,9 @@ def test_an_attached_model_without_our_cache_is_the_stock_model(tiny, family):
 def test_key_value_policies_work_without_attaching(tiny, name):
     model, prompt = tiny("llama"), tokens(90)
     argument = kvkeep.cache_argument(model)
-    plain = KVCache(model, policy=name, budget=40)
+    plain = KVCache(model, policy=policy_named(name, model), budget=40)
     got = model.generate(prompt, max_new_tokens=12, do_sample=False, **{argument: plain})
-    expected = greedy(model, prompt, KVCache(model, policy=name, budget=40), 12)
+    expected = greedy(model, prompt, KVCache(model, policy=policy_named(name, model), budget=40), 12)
     assert torch.equal(got[:, 90:], expected)
     longer = torch.cat([got, tokens(20, seed=4)], 1)
     again = model.generate(longer, max_new_tokens=5, do_sample=False, **{argument: plain})
@@ -400,7 +404,7 @@ def test_key_value_policies_work_without_attaching(tiny, name):
 @pytest.mark.parametrize("name", [n for n in CAUSAL if "queries" in POLICIES[n].needs])
 def test_policies_that_read_queries_say_how_to_attach(tiny, name):
     model = tiny("llama")
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     with pytest.raises(RuntimeError, match=r"kvkeep\.attach\(model\)"):
         model.generate(tokens(50), max_new_tokens=2, **{kvkeep.cache_argument(model): cache})
 
@@ -411,7 +415,7 @@ def test_a_batch_without_padding_needs_no_attaching(tiny, name):
     options = {"max_new_tokens": 8, "do_sample": False}
 
     def answer(rows: Tensor) -> Tensor:
-        cache = KVCache(model, policy=name, budget=40)
+        cache = KVCache(model, policy=policy_named(name, model), budget=40)
         return model.generate(rows, **options, **{kvkeep.cache_argument(model): cache})
 
     assert torch.equal(answer(prompts), torch.cat([answer(row) for row in prompts.split(1)]))
@@ -423,7 +427,7 @@ def test_a_batch_without_padding_needs_no_attaching(tiny, name):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_inference_mode_then_no_grad_goes_on(tiny, name):
     model, prompt = tiny("llama"), tokens(60)
-    reference, cache = (KVCache(model, policy=name, budget=40) for _ in range(2))
+    reference, cache = (KVCache(model, policy=policy_named(name, model), budget=40) for _ in range(2))
     with torch.inference_mode():
         fill(model, cache, prompt)
         step(model, cache, prompt[:, :1])
@@ -439,7 +443,7 @@ def test_sampling_streaming_stops_and_scores_work(tiny, name):
     out = kvkeep.generate(
         model,
         prompt,
-        policy=name,
+        policy=policy_named(name, model),
         budget=40,
         do_sample=True,
         num_return_sequences=3,
@@ -450,7 +454,13 @@ def test_sampling_streaming_stops_and_scores_work(tiny, name):
     assert out.sequences.shape == (3, 68) and len(out.scores) == 8
     torch.manual_seed(0)
     again = kvkeep.generate(
-        model, prompt, policy=name, budget=40, do_sample=True, num_return_sequences=3, max_new_tokens=8
+        model,
+        prompt,
+        policy=policy_named(name, model),
+        budget=40,
+        do_sample=True,
+        num_return_sequences=3,
+        max_new_tokens=8,
     )
     assert torch.equal(out.sequences, again)
 
@@ -458,7 +468,7 @@ def test_sampling_streaming_stops_and_scores_work(tiny, name):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_without_no_grad_the_cache_holds_no_graph(tiny, name):
     model = tiny("llama")
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     with kvkeep.attach(model):
         for length in (60, 1, 1):
             model(tokens(length), **{kvkeep.cache_argument(model): cache})
@@ -472,7 +482,7 @@ def test_extreme_keys_give_no_nan(tiny, name, dtype):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.mul_(1e4 / 8)
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert fill(model, cache, tokens(80)).isfinite().all()
@@ -487,7 +497,7 @@ def test_nan_keys_fall_back_to_recency_in_their_head_and_say_so(tiny, name):
     with torch.no_grad():
         model.model.layers[2].self_attn.k_proj.weight[:16].fill_(torch.nan)
     options = {"lag": 16} if name == "lagkv" else {}
-    cache = KVCache(model, policy=name, budget=40, **options)
+    cache = KVCache(model, policy=policy_named(name, model, **options), budget=40)
     if name in ("random", "streaming"):
         fill(model, cache, tokens(80))
         return
@@ -501,7 +511,7 @@ def test_nan_keys_fall_back_to_recency_in_their_head_and_say_so(tiny, name):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_sliding_layers_are_left_alone_and_counted_apart(tiny, name):
     model, prompt = tiny("gemma3"), tokens(90)
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     out = greedy(model, prompt, cache, 10)
     report = cache.report()
     assert [layer.index for layer in report.layers] == [1, 3]
@@ -525,7 +535,7 @@ def test_the_same_seed_keeps_the_same_random_tokens_and_another_does_not(tiny):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_going_on_after_load_equals_going_on_without(tiny, tmp_path, name, family):
     model = tiny(family)
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     fill(model, cache, tokens(80))
     step(model, cache, tokens(1))
     cache.save(tmp_path / "cache.safetensors")
@@ -552,7 +562,7 @@ def test_streamed_tokens_are_the_returned_ones(tiny, name):
             self.ended = True
 
     model, prompt, streamer = tiny("llama"), tokens(60), Collect()
-    answer = greedy(model, prompt, KVCache(model, policy=name, budget=40), 8, streamer=streamer)
+    answer = greedy(model, prompt, KVCache(model, policy=policy_named(name, model), budget=40), 8, streamer=streamer)
     assert streamer.ended and streamer.tokens[60:] == answer[0].tolist()
 
 
@@ -568,7 +578,7 @@ def test_stop_strings_end_the_answer_where_the_full_cache_ends_it(embedded):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_autocast_runs_and_keeps_scores_in_fp32(tiny, name):
     model = tiny("llama")
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         fill(model, cache, tokens(80))
         logits = step(model, cache, tokens(1))
@@ -580,7 +590,7 @@ def test_autocast_runs_and_keeps_scores_in_fp32(tiny, name):
 def test_a_compiled_model_decodes_the_same_tokens(tiny, name):
     model, prompt = tiny("llama"), tokens(60)
     compiled = torch.compile(build_tiny("llama"), backend="eager")
-    caches = [KVCache(one, policy=name, budget=40) for one in (model, compiled._orig_mod)]
+    caches = [KVCache(one, policy=policy_named(name, model), budget=40) for one in (model, compiled._orig_mod)]
     logits = [fill(model, caches[0], prompt), fill(compiled._orig_mod, caches[1], prompt)]
     for _ in range(8):
         token = logits[0].argmax(-1, keepdim=True)
@@ -693,7 +703,7 @@ def test_the_oracle_asks_for_its_future(tiny):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_bounded_cache_decodes_in_place(tiny, name):
     model = tiny("llama")
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     fill(model, cache, tokens(80))
     where = [layer.slots.keys.data_ptr() for layer in cache.managed]
     for seed in range(10):
@@ -713,7 +723,7 @@ def test_a_chunked_prefill_never_holds_more_than_budget_and_chunk(tiny, name, mo
 
     monkeypatch.setattr(kvkeep.layer.KVLayer, "settle", watched)
     schedule = kvkeep.Budget(tokens=40)
-    fill(model, KVCache(model, policy=name, budget=schedule), tokens(300), chunk=32)
+    fill(model, KVCache(model, policy=policy_named(name, model), budget=schedule), tokens(300), chunk=32)
     assert 40 < most <= 40 + 32 + 1
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from named import policy_named
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,7 +62,7 @@ def test_a_trained_model_breaks_without_its_first_tokens_and_protected_sinks_pre
 @pytest.mark.parametrize("name", CAUSAL)
 def test_new_tokens_can_outlive_the_window_that_protects_them(tiny, name):
     model, length = tiny("llama"), 50
-    cache = KVCache(model, policy=name, budget=40)
+    cache = KVCache(model, policy=policy_named(name, model), budget=40)
     kvkeep.generate(model, tokens(length), cache=cache, max_new_tokens=40, do_sample=True)
     protected = cache.get_seq_length() - cache.budget.recent
     held = [layer.slots.positions for layer in cache.managed]
@@ -72,7 +73,7 @@ def test_new_tokens_can_outlive_the_window_that_protects_them(tiny, name):
 def test_nothing_is_evicted_before_the_chunk_that_needs_it_was_attended(tiny, name):
     model, prompt = tiny("llama"), tokens(120)
     stock = model(prompt).logits[:, -1]
-    assert (fill(model, KVCache(model, policy=name, budget=40), prompt) - stock).abs().max() < 1e-4
+    assert (fill(model, KVCache(model, policy=policy_named(name, model), budget=40), prompt) - stock).abs().max() < 1e-4
 
 
 # positions and masks
@@ -81,7 +82,7 @@ def test_nothing_is_evicted_before_the_chunk_that_needs_it_was_attended(tiny, na
 @pytest.mark.parametrize("name", NAMES)
 def test_kept_keys_and_values_are_the_full_caches_to_the_bit(tiny, name):
     model, prompt = tiny("llama"), tokens(120)
-    full, some = KVCache(model, budget=None), KVCache(model, policy=name, budget=40)
+    full, some = KVCache(model, budget=None), KVCache(model, policy=policy_named(name, model), budget=40)
     for cache in (full, some):
         fill(model, cache, prompt)
     for everything, kept in zip(full.managed, some.managed, strict=True):
@@ -187,7 +188,7 @@ def test_no_policy_builds_a_map_over_the_prompt(tiny, name):
     # one map over queries and keys for a single head would be more than anything else there is
     model, length = tiny("llama"), 4096
     with Largest() as largest:
-        fill(model, KVCache(model, policy=name, budget=256), tokens(length))
+        fill(model, KVCache(model, policy=policy_named(name, model), budget=256), tokens(length))
     assert largest.elements < length * length // 4
 
 

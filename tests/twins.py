@@ -285,6 +285,27 @@ def oracle(run: Run, head: int) -> Tensor:
     return sum(attention_of(run, head, query) for query in range(N - run.ahead, N))
 
 
+def kvp(run: Run, head: int) -> Tensor:
+    """Each token as its agent saw it last: at the end of a prompt, or where the length is a multiple of 16."""
+    file = run.options["ranking"].file
+    place = file.layers.index(run.layer) * run.keys.shape[0] + head
+    agent = {name: tensor[place].float() for name, tensor in file.tensors.items()}
+    worth = torch.full((run.keys.shape[1],), torch.finfo(torch.float32).max)
+    for new in run.forwards:
+        n = new.stop
+        if len(new) == 1 and n % 16:
+            continue
+        for p in range(n):
+            at = [p / n, math.log(1 + max(n - 1 - p, 16)) / 14, math.log(1 + p) / 14]
+            seen = torch.cat([run.keys[head, p].float(), run.values[head, p].float(), torch.tensor(at)])
+            hidden = (seen - agent["centre"][0]) / agent["spread"][0]
+            for name in ("first", "second"):
+                hidden = hidden @ agent[name] + agent[f"{name}_bias"][0]
+                hidden = hidden / (1 + (-hidden).exp())
+            worth[p] = hidden @ agent["last"][:, 0]
+    return worth
+
+
 TWINS: dict[str, Callable[[Run], Tensor]] = {
     name: per_head(worth)
     for name, worth in {
@@ -298,6 +319,7 @@ TWINS: dict[str, Callable[[Run], Tensor]] = {
         "snapkv": snapkv,
         "pyramidkv": snapkv,
         "expected_attention": expected_attention,
+        "kvp": kvp,
         "oracle": oracle,
     }.items()
 }

@@ -62,15 +62,14 @@ def evaluate(
 
     `kvkeep report eval/rows.jsonl --samples eval/samples.jsonl`
     """
-    from kvkeep import POLICIES, load
+    from kvkeep import load
     from kvkeep.evaluate.run import evaluate as run
+    from kvkeep.evaluate.run import policies_for
     from kvkeep.evaluate.tasks import TASKS
     from kvkeep.report import print_table
 
     settings: dict[str, Any] = {
         "tasks": all_of(tasks, list(TASKS)),
-        # the oracle is no policy that anyone could run
-        "policies": all_of(policies, [name for name in POLICIES if name != "oracle"]),
         "budgets": names(budgets),
         "split": split,
         "num_samples": num_samples,
@@ -85,6 +84,7 @@ def evaluate(
     with quiet_transformers():
         for model in names(models):
             loaded = load(model, dtype=dtype, device=device)
+            settings["policies"] = all_of(policies, policies_for(loaded.model))
             of_model: list[Row] = []
             for length, question in product(numbers("--length", lengths), dict.fromkeys(questions)):
                 with steps_bar() as tell:

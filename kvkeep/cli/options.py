@@ -17,7 +17,8 @@ class Question(StrEnum):
 _MODEL = "smollm2, a folder, a GGUF file, or a Hugging Face id (owner/name)."
 # written out, because importing them would load torch for --help
 _POLICIES = (
-    "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv or expected_attention (docs/policies.md)"
+    "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv, expected_attention or kvp "
+    "(docs/policies.md)"
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of text.")]
@@ -29,7 +30,7 @@ Policy = Annotated[str, typer.Option("--policy", "-p", help=f"What to keep: {_PO
 Models = Annotated[list[str], typer.Option("--model", "-m", metavar="NAME,...", help=_MODEL)]
 Tasks = Annotated[list[str], typer.Option("--task", "-t", metavar="NAME,...", help="Task names, or all.")]
 Policies = Annotated[
-    list[str], typer.Option("--policy", "-p", metavar="NAME,...", help="Policy names, or all of them but the oracle.")
+    list[str], typer.Option("--policy", "-p", metavar="NAME,...", help="Policy names, or all that this model can run.")
 ]
 Budgets = Annotated[
     list[str], typer.Option("--budget", "-b", metavar="SIZE,...", help="How much to keep: 512, 25%, 64MiB or full.")

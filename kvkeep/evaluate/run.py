@@ -185,6 +185,19 @@ def _write_rows(path: Path, records: Iterable[Mapping[str, Any]], stamp: Mapping
     return rows
 
 
+def policies_for(model: PreTrainedModel) -> list[str]:
+    """Names of the policies that anyone could run on this model: no oracle, and none trained for another model."""
+    return [name for name in POLICIES if name != "oracle" and _serves(name, model)]
+
+
+def _serves(name: str, model: PreTrainedModel) -> bool:
+    try:
+        KVCache(model, policy=name)
+    except ValueError:
+        return False
+    return True
+
+
 def _arms(policies: Sequence[str], budgets: Sequence[int | float | str]) -> list[Arm]:
     """The full cache first, then every policy at every budget."""
     names = [name for name in _known("policy", policies, [*POLICIES, FULL]) if name != FULL]

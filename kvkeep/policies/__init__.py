@@ -6,7 +6,7 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 from typing import Any
 
 from ..names import nearest
-from .base import Observation, Policy, Rotary
+from .base import Futures, Look, Observation, Policy, Rotary
 from .baselines import (
     H2O,
     ExpectedAttention,
@@ -20,6 +20,9 @@ from .baselines import (
     Streaming,
     Tova,
 )
+from .deletion import Projection
+from .kvp import KVP
+from .lorekv import LoreKV
 
 POLICIES: dict[str, type[Policy]] = {
     "random": Random,
@@ -32,6 +35,8 @@ POLICIES: dict[str, type[Policy]] = {
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
     "expected_attention": ExpectedAttention,
+    "kvp": KVP,
+    "lorekv": LoreKV,
     "oracle": Oracle,
 }
 
@@ -51,4 +56,15 @@ def make_policy(policy: "str | Policy", **options: Any) -> Policy:
     return POLICIES[policy](**options)
 
 
-__all__ = ["POLICIES", "Observation", "Policy", "Rotary", "make_policy"]
+__all__ = [
+    "KVP",
+    "POLICIES",
+    "Futures",
+    "Look",
+    "LoreKV",
+    "Observation",
+    "Policy",
+    "Projection",
+    "Rotary",
+    "make_policy",
+]
