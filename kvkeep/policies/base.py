@@ -6,7 +6,7 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -14,9 +14,31 @@ from torch import Tensor
 
 from ..attention import AttentionMass
 from ..slots import Slots
+from .deletion import Projection
 
 # maps positions [..., T] to (cos, sin), each [..., T, R] with R <= D rotated dimensions, halves repeated
 Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Look(NamedTuple):
+    """What a policy wants to see of the future before a prompt is evicted.
+
+    `futures` continuations of `steps` tokens each, sampled by `seed`, or the likeliest tokens if `greedy`. Where
+    `kvkeep.generate` can, it `keeps` the answer's first tokens as the only continuation instead.
+    """
+
+    futures: int
+    steps: int
+    seed: int = 0
+    greedy: bool = False
+    keeps: bool = False
+
+
+class Futures(NamedTuple):
+    """Queries `[B, H * G, F, D]` of tokens that may follow, after rotation, and how much each counts `[B, F]`."""
+
+    queries: Float[Tensor, "B HG F D"]
+    weights: Float[Tensor, "B F"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +55,12 @@ class Observation:
         query_positions: `[B, T]`, -1 for padding.
         scale: what the model multiplies query-key products by.
         rotary: the model's rotation, for policies that need it.
+        projection: this layer's output projection, for policies that need it; None where a head's output passes through
+            something else first.
         layer: index of the layer.
         ahead: the new tokens are a look-ahead that will be taken back.
+        held: nothing is evicted before the policy has seen the futures it asked for (`Policy.look`).
+        futures: those futures. The rest is what the policy remembered of the prompt (`Policy.remember`), with `ahead`.
     """
 
     slots: Slots
@@ -47,7 +73,10 @@ class Observation:
     query_positions: Int[Tensor, "B T"] | None = None
     scale: float | None = None
     rotary: Rotary | None = None
+    projection: Projection | None = None
     ahead: bool = False
+    held: bool = False
+    futures: Futures | None = None
 
     @property
     def new_keys(self) -> Float[Tensor, "B H T D"]:
@@ -82,7 +111,7 @@ class Policy(ABC):
 
     Class attributes:
         needs: what it reads beyond keys, values and positions: "queries" (the model must be attached), "rotary",
-            "future" (a future must be supplied to `prefill`).
+            "projection", "future" (a future must be supplied to `prefill`).
         side: names of fp32 arrays `[B, H, N]` the cache carries beside the slots for it.
         schedule: the layer schedule it comes with.
         chunk_free: whether one prefill and a chunked one keep the same tokens under a budget in tokens.
@@ -100,6 +129,31 @@ class Policy(ABC):
     def check(self, fingerprint: Mapping[str, Any], layers: Sequence[int]) -> None:
         """ValueError if this policy cannot serve a model (`kvkeep.fingerprint`) whose layers `layers` are managed."""
         return
+
+    @property
+    def look(self) -> Look | None:
+        """The look-ahead it wants after a prompt that is over budget. Default: none."""
+        return None
+
+    def trust(
+        self, likelihood: Float[Tensor, "B M"], entropy: Float[Tensor, "B M"], disagreement: Float[Tensor, "B M"]
+    ) -> Float[Tensor, "B M"]:
+        """How much each of M sampled futures counts, up to a factor. Default: all the same.
+
+        Args:
+            likelihood: mean over its steps of log probability + entropy, in nats, which is 0 on average.
+            entropy: mean entropy of the distributions it was drawn from, in nats.
+            disagreement: 1 - cosine of its queries and other futures', mean over steps, layers and query heads.
+        """
+        return torch.ones_like(likelihood)
+
+    def row(self, row: int) -> "Policy":
+        """The policy that judges sequence `row` of a batch."""
+        return self
+
+    def remember(self, seen: Observation) -> Observation:
+        """What it must still know of a prompt once it has seen the futures. Default: everything."""
+        return seen
 
     def streams(self, num_heads: int, group: int, head_size: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the fp32 arrays `[B, ...]` the cache carries per sequence for it (`slots.streams`)."""
