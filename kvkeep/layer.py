@@ -285,6 +285,11 @@ class KVLayer(CacheLayerMixin):
             seen, self._held_back = self._held_back, None
             self._evict_surplus(seen)
 
+    def worth(self) -> Float[Tensor, "B H N"]:
+        """What the policy says of every slot, while eviction is held back."""
+        assert self._held_back is not None, "the plan must be holding, and the layer have read something"
+        return self._score(self._held_back)
+
     # saving
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

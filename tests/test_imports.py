@@ -18,9 +18,9 @@ LEVELS = [
     {"attention"},
     {"policies"},
     {"cache_report", "padding", "layer", "cache", "group"},
-    {"models", "chat", "model", "trace", "train"},
+    {"models", "chat", "model", "trace", "recorder", "train"},
     {"evaluate"},
-    {"report", "demo"},
+    {"corpus", "tracing", "report", "demo"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
@@ -29,7 +29,7 @@ UNLISTED = LEVEL["model"]
 TORCH_ONLY = set().union(*LEVELS[:3])
 # files and repositories of weights are met in one place each
 WITH_MORE = {"saving": {"safetensors"}, "hub": {"huggingface_hub"}}
-WITH_TRANSFORMERS = {"layer", "cache", "group", "models", "model", "evaluate", "demo", "cli"}
+WITH_TRANSFORMERS = {"layer", "cache", "group", "models", "model", "recorder", "evaluate", "tracing", "demo", "cli"}
 
 
 class Import(NamedTuple):
