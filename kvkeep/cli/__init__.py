@@ -12,6 +12,7 @@ from .generate import generate
 from .lm_eval import lm_eval
 from .models import models
 from .report import report
+from .train import app as train
 
 app = typer.Typer(
     cls=Commands,
@@ -41,6 +42,7 @@ app.command()(bench)
 app.command()(report)
 app.command()(models)
 app.command()(demo)
+app.add_typer(train, name="train")
 
 
 def main() -> None:

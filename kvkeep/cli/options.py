@@ -40,6 +40,7 @@ BatchSizes = Annotated[list[str], typer.Option("--batch", metavar="NUMBER,...", 
 Questions = Annotated[
     list[Question], typer.Option("--question", help="Is the question compressed with the text, or does it come after?")
 ]
+Sources = Annotated[list[str], typer.Option(metavar="NAME,...", help="Only sources that begin so, such as niah.")]
 
 Haystack = Annotated[Path | None, typer.Option(help="Folder of .txt files in place of the bundled prose.")]
 Templates = Annotated[Path | None, typer.Option(help="JSON file with other words around the tasks.")]

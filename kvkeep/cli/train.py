@@ -1,0 +1,155 @@
+"""`kvkeep train`: learned policies from traces."""
+# ruff: noqa: B006
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .console import names, note, out, print_json, steps_bar
+from .options import Device, Json, Sources
+
+if TYPE_CHECKING:
+    from kvkeep.train import Progress, Validation
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train a policy on traces that `kvkeep trace` has recorded, such as `kvkeep train kvp --traces traces`.",
+)
+
+
+@app.callback()
+def root() -> None:
+    """Train a policy on traces. `kvkeep train kvp --help` says how."""
+
+
+@app.command()
+def kvp(
+    traces: Annotated[list[Path], typer.Option(help="Folder of traces; repeat for several.")],
+    folder: Annotated[Path, typer.Option("--out", "-o", help="For the policy, and to go on from.")],
+    sources: Sources = [],
+    prompts: Annotated[int | None, typer.Option(min=1, help="Train on so many prompts; else on all.")] = None,
+    validation: Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")] = 0.1,
+    objective: Annotated[str, typer.Option(help="exact, or sampled as in the paper.")] = "exact",
+    draws: Annotated[int, typer.Option(help="Rankings drawn of a prompt (sampled).")] = 8,
+    against: Annotated[int, typer.Option(help="Tokens each is compared with in a step (exact); 0 is all.")] = 128,
+    group: Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")] = "max",
+    futures: Annotated[str, typer.Option(help="Several futures of a prompt: mean or max of them.")] = "mean",
+    sinks: Annotated[int, typer.Option(help="First tokens that are always kept, so not ranked.")] = 4,
+    recent: Annotated[int, typer.Option(help="Last tokens that are always kept, so not ranked.")] = 16,
+    architecture: Annotated[str, typer.Option(help="compact, or paper.")] = "compact",
+    hidden: Annotated[int, typer.Option(help="Width of the hidden layers; the paper's is 256.")] = 64,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 800,
+    batch: Annotated[int, typer.Option(help="Prompts a step, over all processes.")] = 1,
+    lr: Annotated[float, typer.Option(help="Greatest learning rate; the paper's is 5e-5.")] = 2e-3,
+    lr_end: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 1e-6,
+    warmup: Annotated[int, typer.Option(help="Steps until the greatest learning rate.")] = 100,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    ema: Annotated[float, typer.Option(help="Decay of the average of weights that is kept.")] = 0.99,
+    every: Annotated[int, typer.Option(help="Steps between two validations.")] = 100,
+    patience: Annotated[int, typer.Option(help="Stop after so many validations without a gain; 0 never does.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of first weights, prompts and draws.")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train the agents of KVP, all layers and heads at once, and keep the best by validation reward.
+
+    The reward of a ranking is minus what it evicts, over all budgets, relative to the best ranking: -1 is the best.
+    Killed, the same command goes on where it was. Several processes share each batch.
+
+    **Examples**
+
+    `kvkeep train kvp --traces traces --out policy`
+
+    `kvkeep train kvp --traces traces --sources niah --prompts 50 --out policy-niah`
+
+    `kvkeep train kvp --traces traces --objective sampled --batch 4 --lr 1e-3 --steps 2000 --out policy-rl --json`
+    """
+    from kvkeep.evaluate.rows import manifest
+    from kvkeep.learners import Ranked, train_kvp
+    from kvkeep.team import assemble
+    from kvkeep.train import Recipe
+    from kvkeep.training_data import open_data
+
+    settings = Ranked(
+        objective=objective,
+        draws=draws,
+        against=against,
+        group=group,
+        futures=futures,
+        sinks=sinks,
+        recent=recent,
+    )
+    recipe = Recipe(
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        lr_end=lr_end,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        ema=ema,
+        every=every,
+        patience=patience,
+        seed=seed,
+    )
+    team = assemble(device)
+    data = open_data(traces, sources=names(sources), num_prompts=prompts, share=validation, seed=seed)
+    first = team.rank == 0
+    looks: list[Validation] = []
+    with steps_bar() if first else nullcontext(_unseen) as tell:
+        progress = train_kvp(
+            data,
+            folder,
+            settings=settings,
+            recipe=recipe,
+            architecture=architecture,
+            hidden=hidden,
+            made_by=manifest(data.index.model, dtype=data.index.dtype, device=str(team.device)),
+            team=team,
+            on_step=lambda done, total: tell(done, total, "training"),
+            on_validation=lambda seen: _look(seen, looks, data.index.layers) if first else None,
+        )
+    if first:
+        _report(progress, looks, data.index.layers, folder, as_json)
+
+
+def _unseen(*step: Any) -> None:
+    """Only one process shows where the training stands."""
+
+
+def _look(seen: "Validation", looks: "list[Validation]", layers: list[int]) -> None:
+    """One line about a validation, with the layers that are worst."""
+    looks.append(seen)
+    by_layer = _by_layer(seen, layers)
+    worst = ", ".join(f"{layer} {by_layer[layer]:.2f}" for layer in sorted(by_layer, key=by_layer.__getitem__)[:3])
+    best = " (best)" if seen.best else ""
+    note(f"step {seen.step}: loss {seen.loss:.4f}, reward {seen.reward:.4f}{best}; worst layers {worst}", style="dim")
+
+
+def _report(progress: "Progress", looks: "list[Validation]", layers: list[int], folder: Path, as_json: bool) -> None:
+    if as_json:
+        last = _by_layer(looks[-1], layers) if looks else {}
+        result = {"best": progress.best, "step": progress.best_step, "history": progress.history, "layers": last}
+        print_json({**result, "policy": str(folder)})
+        return
+    if looks:
+        out.print(_layer_table(looks, layers))
+    out.print(f"reward {progress.best:.4f} at step {progress.best_step}; the policy is in {folder}", highlight=False)
+
+
+def _layer_table(looks: "list[Validation]", layers: list[int]) -> Table:
+    """Rewards of each layer at the first and at the last look."""
+    table = Table("layer", f"reward at step {looks[0].step}", f"at step {looks[-1].step}")
+    before, after = _by_layer(looks[0], layers), _by_layer(looks[-1], layers)
+    for layer in layers:
+        table.add_row(str(layer), f"{before[layer]:.3f}", f"{after[layer]:.3f}")
+    return table
+
+
+def _by_layer(seen: "Validation", layers: list[int]) -> dict[int, float]:
+    """Mean reward of the heads of each layer."""
+    return dict(zip(layers, seen.rewards.view(len(layers), -1).mean(1).tolist(), strict=True))

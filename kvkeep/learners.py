@@ -1,0 +1,199 @@
+"""What the training loop can train: the agents of KVP.
+
+A agents, n ranked tokens of a prompt, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
+from .policies.agents import Agents, AgentShape, make_agents
+from .policies.files import PolicyFile
+from .policies.kvp import policy_file
+from .team import Team
+from .trace import AGGREGATIONS, Trace, TraceIndex
+from .train import Learner, Progress, Recipe, train
+from .training_data import Data
+
+OBJECTIVES = ("exact", "sampled")
+
+# prompts that say what keys and values are typically like
+_NUM_CALIBRATION = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """What KVP's agents learn.
+
+    Attributes:
+        objective: "exact" (the expected cost itself) or "sampled" (the paper's policy gradient).
+        draws: rankings drawn of each prompt (sampled).
+        against: random tokens that each token is compared with in a step (exact); 0 compares with all.
+        group: which of a KV head's query heads count: "max" or "mean" of them for each future query.
+        futures: "mean" or "max" over several futures of a prompt.
+        sinks, recent: tokens at the start and end that are always kept, and so not ranked.
+
+    Raises:
+        ValueError: for an unknown name or an impossible number.
+    """
+
+    objective: str = "exact"
+    draws: int = 8
+    against: int = 128
+    group: str = "max"
+    futures: str = "mean"
+    sinks: int = 4
+    recent: int = 16
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"unknown objective {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+        if self.group not in AGGREGATIONS or self.futures not in AGGREGATIONS:
+            raise ValueError(f"group and futures are each max or mean, got {self.group!r} and {self.futures!r}")
+        if self.draws < 2:
+            raise ValueError(f"a leave-one-out baseline needs at least 2 draws, got {self.draws}")
+        if min(self.against, self.sinks, self.recent) < 0:
+            raise ValueError(f"against, sinks and recent cannot be negative, got {self}")
+
+    def check(self, trace: Trace) -> None:
+        """ValueError for a prompt with nothing to rank between its sinks and its recent tokens."""
+        if trace.num_tokens - self.sinks - self.recent < 2:
+            raise ValueError(
+                f"trace {trace.key} has {trace.num_tokens} tokens, of which the first {self.sinks} and the last "
+                f"{self.recent} are always kept, and at least 2 others are needed to rank; leave it out, or keep fewer"
+            )
+
+
+class Example(NamedTuple):
+    """The tokens of a prompt that are ranked, as its agents see them."""
+
+    keys: Float[Tensor, "A n D"]
+    values: Float[Tensor, "A n Dv"]
+    positions: Tensor
+    length: Tensor
+    importance: Float[Tensor, "A n"]
+
+
+class KVPLearner(Learner):
+    """The agents of KVP for the layers and heads of a folder of traces.
+
+    Args:
+        index: what the traces share.
+        prompts: training prompts; the first few say what keys and values are typically like.
+        architecture, hidden: of the agents, see `AgentShape`.
+        seed: of their first weights.
+    """
+
+    def __init__(
+        self,
+        index: TraceIndex,
+        prompts: Sequence[Trace],
+        settings: Ranked,
+        *,
+        architecture: str = "compact",
+        hidden: int = 64,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        first = prompts[0]
+        self.index, self.settings, self.device = index, settings, torch.device(device)
+        self.names = [f"layer {layer}, head {head}" for layer in index.layers for head in index.heads]
+        shape = AgentShape(
+            num_agents=len(self.names),
+            key_size=first.keys.shape[-1],
+            value_size=first.values.shape[-1],
+            architecture=architecture,
+            hidden=hidden,
+            recent=settings.recent,
+        )
+        self.network: Agents = make_agents(shape, seed).to(self.device)
+        samples = [self.example(prompts[place]) for place in range(min(len(prompts), _NUM_CALIBRATION))]
+        self.network.calibrate([sample[:4] for sample in samples])
+
+    def example(self, trace: Trace) -> Example:
+        """The ranked tokens of a prompt.
+
+        Raises:
+            ValueError: for a prompt too short to have any.
+        """
+        n, settings = trace.num_tokens, self.settings
+        settings.check(trace)
+        ranked = slice(settings.sinks, n - settings.recent)
+
+        def agents(array: Tensor) -> Tensor:
+            return array.flatten(0, 1)[:, ranked].to(self.device)
+
+        importance = trace.importance(settings.group, settings.futures)
+        positions = torch.arange(n, dtype=torch.int32).expand(len(self.names), -1)[:, ranked].to(self.device)
+        length = torch.tensor(n, device=self.device)
+        return Example(agents(trace.keys), agents(trace.values), positions, length, agents(importance))
+
+    def loss(self, network: nn.Module, trace: Trace, generator: torch.Generator) -> Float[Tensor, " A"]:
+        example = self.example(trace)
+        scores = network(*example[:4])
+        if self.settings.objective == "sampled":
+            orders = draw_orders(scores, self.settings.draws, generator)
+            return sampled_loss(scores, example.importance, orders).loss
+        n, against = scores.shape[-1], None
+        if 0 < self.settings.against < n:
+            against = torch.randperm(n, generator=generator)[: self.settings.against].to(self.device)
+        return expected_cost_ratio(scores, example.importance, against)
+
+    def reward(self, network: nn.Module, trace: Trace) -> Float[Tensor, " A"]:
+        example = self.example(trace)
+        return reward(example.importance, network(*example[:4]).argsort(dim=-1, descending=True))
+
+    def policy(self, network: nn.Module, training: dict[str, Any]) -> PolicyFile:
+        assert isinstance(network, Agents)
+        return policy_file(network, self.index.fingerprint, self.index.layers, training)
+
+    def identity(self) -> dict[str, Any]:
+        return {**asdict(self.settings), **asdict(self.network.shape), "model": self.index.fingerprint}
+
+
+def train_kvp(
+    data: Data,
+    out: str | Path,
+    *,
+    settings: Ranked | None = None,
+    recipe: Recipe | None = None,
+    architecture: str = "compact",
+    hidden: int = 64,
+    made_by: dict[str, Any] | None = None,
+    team: Team | None = None,
+    **on: Any,
+) -> Progress:
+    """Train KVP's agents on traces; see `train`, whose callbacks `on_step` and `on_validation` it takes.
+
+    >>> train_kvp(open_data(["traces"]), "policy")
+    >>> KVP.from_pretrained("policy")
+
+    Args:
+        out: folder for the policy, and for what an interrupted training goes on from.
+        architecture, hidden: of the agents, see `AgentShape`.
+        made_by: command, commit and versions for the policy's manifest.
+    """
+    settings, recipe, team = settings or Ranked(), recipe or Recipe(), team or Team()
+    learner = KVPLearner(
+        data.index,
+        data.prompts,
+        settings,
+        architecture=architecture,
+        hidden=hidden,
+        seed=recipe.seed,
+        device=team.device,
+    )
+    manifest = {
+        **(made_by or {}),
+        "data": data.summary(),
+        "objective": asdict(settings),
+        "recipe": asdict(recipe),
+        "processes": team.size,
+    }
+    return train(learner, data.prompts, data.validation, recipe, out, manifest=manifest, team=team, **on)
