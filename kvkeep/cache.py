@@ -250,7 +250,10 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
 def _policy_named(saved: dict[str, Any]) -> Policy:
     for kind in POLICIES.values():
         if kind.__name__ == saved["name"]:
-            return kind(**saved["options"])
+            try:
+                return kind(**saved["options"])
+            except (ValueError, OSError) as error:
+                raise ValueError(f"the file's policy cannot be made again ({error}); pass it as policy=") from error
     raise ValueError(f"the file's policy {saved['name']!r} is not one of kvkeep's; pass it as policy=")
 
 

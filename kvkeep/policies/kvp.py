@@ -26,13 +26,17 @@ _UNRANKED = torch.finfo(torch.float32).max
 
 
 class Ranking:
-    """Trained agents with where they came from, ready for the layers of the model they were trained for."""
+    """Trained agents with where they came from, ready for the layers of the model they were trained for.
+
+    Raises:
+        ValueError: where the file's tensors are not those of its architecture.
+    """
 
     def __init__(self, file: PolicyFile):
         self.file = file
         self.digest = file.digest
         self.shape = AgentShape(**file.architecture)
-        self._agents: dict[torch.device, Agents] = {}
+        self._agents = {torch.device("cpu"): load_agents(self.shape, file.tensors)}
 
     def score(
         self,
@@ -85,7 +89,7 @@ class KVP(Policy):
         if self.digest not in (None, ranking.digest):
             raise ValueError(
                 f"the weights {self.weights!r} have changed: their checksum is {ranking.digest[:12]}, wanted is "
-                f"{str(self.digest)[:12]}; restore the old ones, or pass the policy itself"
+                f"{str(self.digest)[:12]}; restore the old ones"
             )
         object.__setattr__(self, "ranking", ranking)
         object.__setattr__(self, "digest", ranking.digest)
