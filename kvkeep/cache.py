@@ -22,6 +22,7 @@ from .fingerprint import fingerprint, head_size, num_kv_heads, refuse_other_mode
 from .layer import Costs, KVLayer, Plan, slot_costs
 from .padding import PaddingWatch
 from .policies import POLICIES, Policy, Rotary, make_policy
+from .projections import projections
 
 _FORMAT = 1
 _MANAGED = "full_attention"
@@ -70,6 +71,8 @@ class KVCache(Cache):
         managed = [index for index, kind in enumerate(types) if kind == _MANAGED]
         chosen.check(fingerprint(config), managed)
         self.plan = Plan(config, chosen, budget, len(managed), rotary)
+        if "projection" in chosen.needs and not budget.unlimited:
+            self.plan.projections = projections(model, managed)
         self._model = None if isinstance(model, PretrainedConfig) else weakref.ref(model)
         if budget.bytes is not None:
             costs = _config_costs(config, chosen)
@@ -100,6 +103,12 @@ class KVCache(Cache):
     def managed(self) -> list[KVLayer]:
         """The layers under the budget; sliding-window layers are transformers' own."""
         return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+
+    def length_before_drafts(self) -> int:
+        """Tokens still missing of a prompt behind which drafts will be tried; 0 where none are."""
+        if self.plan.expected is None or not any(layer.record_past for layer in self.managed):
+            return 0
+        return max(0, int(self.plan.expected[0]) - self.get_seq_length())
 
     def __deepcopy__(self, memo: dict) -> "KVCache":
         # one plan for all layers of the copy, none shared with the original

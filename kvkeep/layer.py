@@ -6,6 +6,7 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 import math
 import warnings
 from copy import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .attention import AttentionMass, attend
 from .budget import Budget
 from .fingerprint import num_kv_heads
-from .policies import Observation, Policy, Rotary
+from .policies import Futures, Observation, Policy, Projection, Rotary
 from .selection import finite_or_recent, protected, surplus, survivors, victim
 from .slots import EMPTY, Slots, Snapshot
 
@@ -34,12 +35,20 @@ class Plan:
         self, config: PretrainedConfig, policy: Policy, budget: Budget, num_layers: int, rotary: Rotary | None
     ):
         self.config, self.policy, self.budget, self.rotary = config, policy, budget, rotary
+        # by layer; those missing have none that a policy could use
+        self.projections: dict[int, Projection] = {}
         self.num_layers = num_layers
         self.group = config.num_attention_heads // num_kv_heads(config)
         # tokens each sequence will have seen once a chunked prefill is through
         self.expected: Tensor | None = None
+        # whether these are several new ones; a single one is decoding
+        self.reads_prompt = False
         self.holding = False
         self.ahead = False
+        # the tokens that follow the prompt are its answer and stay
+        self.answering = False
+        # logits behind a prompt that was read apart from the drafts that came with it
+        self.prompt_logits: Tensor | None = None
         # tokens seen when a model that is not attached last said that those to come hold no padding
         self.vouched: int | None = None
         self._memo: tuple[int, list[tuple[int, Tensor | None]]] | None = None
@@ -73,12 +82,21 @@ class Plan:
     def forget_limits(self) -> None:
         self._memo = None
 
+    def ends_prompt(self, lengths: Int[Tensor, " B"], num_new: int) -> bool:
+        """Whether a prompt is through after `num_new` tokens; without a word about it, several tokens are one."""
+        if self.expected is None:
+            return num_new > 1
+        return self.reads_prompt and torch.equal(lengths.cpu(), self._expected_rows(lengths))
+
+    def _expected_rows(self, lengths: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        assert self.expected is not None
+        # beams and several answers repeat each prompt's row
+        return self.expected.repeat_interleave(lengths.shape[0] // self.expected.shape[0]).to(lengths.dtype)
+
     def _limits(self, lengths: Tensor, costs: "Costs") -> Int[Tensor, "L B"]:
         lengths = lengths.cpu()
         if self.expected is not None:
-            # beams and several answers repeat each prompt's row
-            expected = self.expected.repeat_interleave(lengths.shape[0] // self.expected.shape[0])
-            lengths = torch.maximum(lengths, expected.to(lengths.dtype))
+            lengths = torch.maximum(lengths, self._expected_rows(lengths))
         if self.budget.bytes is not None:
             return self.budget.slots_for_bytes(lengths, self.num_layers, slot_bytes=costs.slot, fixed_bytes=costs.fixed)
         return self.budget.slots(lengths, self.num_layers)
@@ -117,6 +135,10 @@ class KVLayer(CacheLayerMixin):
         self._fresh = 0
         self._awaited = False
         self._held_back: Observation | None = None
+        # what the policy knows of a prompt until it has seen the futures it asked for
+        self._remembered: Observation | None = None
+        # queries of the answer's tokens where these are the future
+        self._answer: list[Tensor] | None = None
         # while drafts are tried: what each new token changed, oldest first
         self.record_past = False
         self._undo: list[_Undo] = []
@@ -166,6 +188,8 @@ class KVLayer(CacheLayerMixin):
             ValueError: where the end of the prompt is not known, so that what greedy decoding would have evicted
                 cannot be told.
         """
+        # drafts that are taken back are no answer
+        self.plan.answering = False
         if self.plan.budget.unlimited:
             return
         if self.plan.expected is None:
@@ -205,6 +229,9 @@ class KVLayer(CacheLayerMixin):
             indices = indices.nonzero()[:, 0]
         self.slots.select(indices)
         self.lengths = self.lengths.index_select(0, indices.to(self.lengths.device))
+        if self._answer is not None:
+            # the remembered prompt is the same for all rows that one prompt has become
+            self._answer = [queries.index_select(0, indices.to(queries.device)) for queries in self._answer]
         self.plan.forget_limits()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -251,6 +278,7 @@ class KVLayer(CacheLayerMixin):
     def take(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Observation:
         """Append T tokens and say what a policy may know now."""
         self._awaited = False
+        self._refuse_unforeseen()
         query_positions = self._append(keys, values, valid)
         return self._observe(queries.detach(), query_positions, keys.shape[2], scale)
 
@@ -273,22 +301,74 @@ class KVLayer(CacheLayerMixin):
         """Let the policy look, then evict down to the budget."""
         if self.plan.budget.unlimited:
             return
+        if self._wants_future(seen):
+            self._await_future(seen)
+            return
         self.plan.policy.track(seen)
-        if not self.plan.holding:
+        if self._answer is not None:
+            self._hear_answer(seen)
+        elif not self.plan.holding:
             self._evict_surplus(seen)
         elif not seen.ahead:
             self._held_back = seen
 
     def release(self) -> None:
-        """Evict what was held back while the plan was holding."""
-        if self._held_back is not None:
-            seen, self._held_back = self._held_back, None
+        """Evict what was held back while the plan was holding, or until the policy has seen the future."""
+        seen = self._held_back or self._remembered
+        self._held_back = self._remembered = self._answer = None
+        if seen is not None:
             self._evict_surplus(seen)
 
     def worth(self) -> Float[Tensor, "B H N"]:
         """What the policy says of every slot, while eviction is held back."""
         assert self._held_back is not None, "the plan must be holding, and the layer have read something"
         return self._score(self._held_back)
+
+    # the future, for policies that ask for it
+
+    @property
+    def awaits_future(self) -> bool:
+        """Whether eviction waits for `foresee` and `release`."""
+        return self._remembered is not None and self._answer is None
+
+    def foresee(self, futures: Futures) -> None:
+        """Show the policy futures of the prompt."""
+        assert self._remembered is not None
+        # alone, a sequence within its budget would not have looked ahead
+        futures = futures._replace(weights=futures.weights * self._over_budget())
+        self.plan.policy.track(replace(self._remembered, ahead=True, futures=futures))
+
+    def finish_answer(self) -> None:
+        """The answer's tokens so far are the future."""
+        if self._answer is None:
+            return
+        assert self._remembered is not None and self._remembered.queries is not None
+        queries = torch.cat([self._remembered.queries[:, :, :0], *self._answer], dim=2)
+        weights = queries.new_full((queries.shape[0], queries.shape[2]), 1 / max(1, queries.shape[2]))
+        self.foresee(Futures(queries, weights.float()))
+        self.release()
+
+    def _wants_future(self, seen: Observation) -> bool:
+        return (
+            not self.plan.holding
+            and self.plan.policy.look is not None
+            and self.plan.ends_prompt(seen.lengths, seen.num_new)
+            and bool(self._over_budget().any())
+        )
+
+    def _await_future(self, seen: Observation) -> None:
+        policy = self.plan.policy
+        policy.track(replace(seen, held=True))
+        self._remembered = policy.remember(seen)
+        self._answer = [] if self.plan.answering and policy.look is not None and policy.look.keeps else None
+
+    def _hear_answer(self, seen: Observation) -> None:
+        assert self._answer is not None and self._remembered is not None and seen.queries is not None
+        self._remembered = replace(self._remembered, lengths=seen.lengths)
+        self._answer.append(seen.queries)
+        look = self.plan.policy.look
+        if look is not None and len(self._answer) == look.steps:
+            self.finish_answer()
 
     # saving
 
@@ -372,7 +452,7 @@ class KVLayer(CacheLayerMixin):
         self._new = None
         if self.slots is None:
             self.slots = self._first(keys, values, positions)
-        elif T == 1 and self.slots.holes is not None and not self.plan.holding:
+        elif T == 1 and self.slots.holes is not None and not self.plan.holding and self._remembered is None:
             self._new = self.slots.fill(keys, values, positions)
         else:
             if self.slots.holes is not None:
@@ -405,6 +485,8 @@ class KVLayer(CacheLayerMixin):
 
     def _room(self, num_new: int) -> int:
         """Slots to allocate ahead: an eighth more while growing freely, never past what the budget can use."""
+        if self._answer is not None and self.plan.policy.look is not None:
+            return self.plan.policy.look.steps
         needed = (self.slots.length if self.slots is not None else 0) + num_new
         limit, growing = self.limit[0], self.plan.budget.share is not None
         most = limit + 1 + (limit // 64 if growing else 0)
@@ -463,6 +545,7 @@ class KVLayer(CacheLayerMixin):
             query_positions=query_positions,
             scale=scale,
             rotary=self.plan.rotary,
+            projection=self.plan.projections.get(self.index),
             ahead=self.plan.ahead,
         )
 
@@ -471,7 +554,7 @@ class KVLayer(CacheLayerMixin):
         limit, rows = self.limit
         if slots.length <= limit and rows is None:
             return
-        over = self._over(limit, rows)
+        over = self._over_budget() if self.has_empty or rows is not None else None
         if over is not None and not bool(over.any()):
             return
         self._fresh = 0
@@ -488,10 +571,9 @@ class KVLayer(CacheLayerMixin):
             blank = surplus(score, slots.positions, guarded, rows).gather(2, index)
         slots.keep(index, blank, holes=1)
 
-    def _over(self, limit: int, rows: Tensor | None) -> Bool[Tensor, "B 1"] | None:
-        """Which sequences hold more than they may; None when all do alike."""
-        if rows is None and not self.has_empty:
-            return None
+    def _over_budget(self) -> Bool[Tensor, "B 1"]:
+        """Which sequences hold more than they may."""
+        limit, rows = self.limit
         held = self._slots.occupied[:, :1].sum(-1)
         return held > (limit if rows is None else rows[:, None])
 
@@ -513,6 +595,13 @@ class KVLayer(CacheLayerMixin):
             raise RuntimeError(
                 f"layer {self.index} got new tokens but its attention did not run: the model was detached, or its "
                 "attention does not go through transformers' AttentionInterface; use a fresh cache"
+            )
+
+    def _refuse_unforeseen(self) -> None:
+        if self.awaits_future:
+            raise RuntimeError(
+                f"policy {type(self.plan.policy).__name__} looks ahead after a prompt, for which the whole model must "
+                "run: call kvkeep.generate, kvkeep.prefill or the attached model itself, not a part of it"
             )
 
     def _check_unattached(self, keys: Tensor) -> None:

@@ -18,9 +18,12 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from .branches import Branches
 from .budget import Budget
 from .cache import KVCache
+from .group import CacheGroup
 from .layer import ATTENTION_NAME
+from .lookahead import Prompt, look_ahead, looks_ahead
 from .policies import Policy
 
 # attention options that change the softmax or its mask; slots know nothing of them
@@ -95,6 +98,7 @@ class _Attachments:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list]] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
 
     def add(self, model: PreTrainedModel) -> None:
         with self._lock:
@@ -102,6 +106,11 @@ class _Attachments:
             if count == 0:
                 before = [(config, config._attn_implementation) for config in _configs(model)]
                 model.set_attn_implementation(ATTENTION_NAME)
+                # whoever else hooks the model finds its caches within their budgets
+                self._hooks[model] = (
+                    model.register_forward_pre_hook(_read_prompt_before_drafts, with_kwargs=True),
+                    model.register_forward_hook(_after_forward, with_kwargs=True, prepend=True),
+                )
             self._held[model] = (count + 1, before)
 
     def drop(self, model: PreTrainedModel) -> None:
@@ -112,6 +121,8 @@ class _Attachments:
                 return
             for config, implementation in before:
                 config._attn_implementation_internal = implementation
+            for hook in self._hooks.pop(model, ()):
+                hook.remove()
 
 
 _attachments = _Attachments()
@@ -237,7 +248,7 @@ def generate(
     if chunk is not None:
         kwargs["prefill_chunk_size"] = chunk
     kwargs[cache_argument(model)] = cache
-    with attach(model), _expecting(cache, attention_mask):
+    with attach(model), _expecting(cache, attention_mask), _answering(cache):
         output = model.generate(input_ids, attention_mask=attention_mask, **kwargs)  # type: ignore[operator]
     sequences = output if isinstance(output, Tensor) else output.sequences
     # beams and several samples of a prompt have moved the rows
@@ -249,6 +260,66 @@ def generate(
 def cache_argument(model: PreTrainedModel) -> str:
     """What this transformers release calls the cache: "cache", or "past_key_values" before 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _read_prompt_before_drafts(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A hook before the forward: drafts that come in one call with the prompt wait until the prompt is evicted."""
+    cache = _our_cache(args, kwargs)
+    if not isinstance(cache, KVCache) or cache.plan.policy.look is None or "input_ids" not in kwargs:
+        return None
+    length, drafts = cache.length_before_drafts(), kwargs["input_ids"].shape[1]
+    if not 0 < length < drafts:
+        return None
+    seen = cache.get_seq_length()
+    stops = {"input_ids": length, "position_ids": length, "attention_mask": seen + length}
+    given = {name: stop for name, stop in stops.items() if kwargs.get(name) is not None}
+    prompt = {**kwargs, "logits_to_keep": 1} | {name: kwargs[name][:, :stop] for name, stop in given.items()}
+    cache.plan.prompt_logits = model(*args, **prompt).logits
+    rest = {name: kwargs[name][:, stop:] for name, stop in given.items() if name != "attention_mask"}
+    return args, {**kwargs, **rest}
+
+
+@torch.no_grad()
+def _after_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """A hook after the forward: a policy that asks for the future sees it once the prompt is read, and then evicts."""
+    cache = _our_cache(args, kwargs)
+    if isinstance(cache, KVCache) and cache.plan.prompt_logits is not None:
+        output.logits = torch.cat([cache.plan.prompt_logits, output.logits], dim=1)
+        cache.plan.prompt_logits = None
+    if cache is None or not looks_ahead(cache):
+        return
+    input_ids = kwargs.get("input_ids", args[0] if args else None)
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    logits = output.logits if hasattr(output, "logits") else output[0]
+
+    def read(tokens: Tensor, positions: Tensor, branches: Branches) -> Tensor:
+        inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": branches.mask(mask)}
+        return model(**inputs, logits_to_keep=1, **{cache_argument(model): branches}).logits[:, -1]
+
+    prompt = Prompt(logits[:, -1], _hidden_end(input_ids, mask))
+    look_ahead(cache, prompt, read, _ends(model))
+
+
+def _our_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | CacheGroup | None:
+    found = (value for value in (*args, *kwargs.values()) if isinstance(value, KVCache | CacheGroup))
+    return next(found, None)
+
+
+def _hidden_end(input_ids: Int[Tensor, "B T"] | None, mask: Int[Tensor, "B S"] | None) -> Int[Tensor, " B"] | None:
+    """The last token of each row where padding follows in some row, so that the last logits are not those behind it."""
+    if mask is None or input_ids is None or bool(mask[:, -1].all()):
+        return None
+    new = mask[:, -input_ids.shape[1] :].long()
+    last = (new * torch.arange(1, new.shape[1] + 1, device=new.device)).argmax(1, keepdim=True)
+    return input_ids.gather(1, last)[:, 0]
+
+
+def _ends(model: PreTrainedModel) -> set[int]:
+    """Tokens that end what the model writes."""
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return set(ends if isinstance(ends, list) else [ends]) - {None}
 
 
 def _forward(model: PreTrainedModel, input_ids: Tensor, cache: KVCache, mask: Tensor, chunk: int | None) -> Any:
@@ -271,6 +342,7 @@ def _forward(model: PreTrainedModel, input_ids: Tensor, cache: KVCache, mask: Te
 def _expecting(cache: KVCache, mask: Tensor) -> Iterator[None]:
     """Where the prompt ends: a share counts all of it from its first chunk on, and drafts begin behind it."""
     cache.plan.expected = mask.sum(1).cpu()
+    cache.plan.reads_prompt = mask.shape[1] - cache.get_seq_length() > 1
     cache.plan.forget_limits()
     try:
         yield
@@ -279,6 +351,18 @@ def _expecting(cache: KVCache, mask: Tensor) -> Iterator[None]:
         cache.plan.forget_limits()
         for layer in cache.managed:
             layer.stop_recording()
+
+
+@contextmanager
+def _answering(cache: KVCache) -> Iterator[None]:
+    """What is written behind the prompt stays, and may be the future that a policy asks for."""
+    cache.plan.answering = True
+    try:
+        yield
+    finally:
+        cache.plan.answering = False
+        for layer in cache.managed:
+            layer.finish_answer()
 
 
 @contextmanager

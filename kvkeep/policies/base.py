@@ -147,10 +147,6 @@ class Policy(ABC):
         """
         return torch.ones_like(likelihood)
 
-    def row(self, row: int) -> "Policy":
-        """The policy that judges sequence `row` of a batch."""
-        return self
-
     def remember(self, seen: Observation) -> Observation:
         """What it must still know of a prompt once it has seen the futures. Default: everything."""
         return seen

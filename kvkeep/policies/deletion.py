@@ -12,6 +12,7 @@ That costs |W d|^2, W being the query head's part of the output projection. Summ
 in the values: arrays of queries x tokens and of tokens x head size are all it takes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,13 +87,13 @@ def deletion_cost(
     """
     joint = gram is not None and gram.shape[1] > 1
     cells = _Cells(slots, chunk, torch.float64 if joint else torch.float32)
-    cost, mass, square = 0, 0, 0
+    cost = mass = square = cells.values.new_zeros(())
     for part in _tiles(asked, cells):
         weights = part.weights.to(cells.values.dtype)[:, None, None, :, None]
         attention, output = _attention(cells, part, scale)
-        cost += _leave_out(cells, attention, output, weights, gram, epsilon)
-        mass += (attention * weights[..., None]).sum(3)
-        square += (attention.sum(-1).square() * weights).sum(3)
+        cost = cost + _leave_out(cells, attention, output, weights, gram, epsilon)
+        mass = mass + (attention * weights[..., None]).sum(3)
+        square = square + (attention.sum(-1).square() * weights).sum(3)
     if guard:
         cost = torch.maximum(cost, guard * _unlike_reserve(cells, mass, square, cells.of(reserve), gram))
     return cells.spread(cost / cells.sizes)
@@ -101,7 +102,7 @@ def deletion_cost(
 def attention_mass(slots: Slots, asked: Asked, scale: float, *, chunk: int) -> Float[Tensor, "B H N"]:
     """For each slot, the attention its chunk receives from all queries and heads, divided by the chunk's size."""
     cells = _Cells(slots, chunk, torch.float32)
-    total: Tensor | float = 0.0
+    total = cells.values.new_zeros(())
     for part in _tiles(asked, cells):
         weights = part.weights.to(cells.values.dtype)[:, None, None, :, None, None]
         total = total + (_attention(cells, part, scale)[0] * weights).sum((2, 3, 5))
@@ -119,7 +120,7 @@ def own_loss(
     """The attention a query gives to the newest token, and what its output loses with that token."""
     (B, HG, _, D), H = queries.shape, slots.keys.shape[1]
     dtype = torch.promote_types(slots.keys.dtype, torch.float32)
-    logits = (queries.to(dtype) * scale).view(B, H, HG // H, D) @ slots.keys.to(dtype).mT
+    logits = (queries.to(dtype) * scale).reshape(B, H, HG // H, D) @ slots.keys.to(dtype).mT
     attention = logits.masked_fill(~slots.occupied[:, :, None], -torch.inf).softmax(-1)
     share = (attention * (slots.positions == position)[:, :, None]).sum(-1, keepdim=True)
     apart = attention @ slots.values.to(dtype) - value.to(dtype)
@@ -185,7 +186,7 @@ def _attention(
 ) -> tuple[Float[Tensor, "B H G T C c"], Float[Tensor, "B H G T Dv"]]:
     """What each query gives to each cell, and what it reads."""
     (B, HG, T, D), H = asked.queries.shape, cells.keys.shape[1]
-    rows = (asked.queries.to(cells.keys.dtype) * scale).view(B, H, -1, D)
+    rows = (asked.queries.to(cells.keys.dtype) * scale).reshape(B, H, -1, D)
     logits = (rows @ cells.keys.mT).view(B, H, HG // H, T, -1)
     at, seen = asked.positions[:, None, None, :, None], cells.positions[:, :, None, None]
     # padding sees everything, so that its rows, which count nothing, are finite
@@ -226,18 +227,16 @@ def _energy(cells: _Cells, share: Tensor, output: Tensor, gram: Tensor | None) -
     # queries last: a chunk's shares lie together, and products with outputs need no transpose
     rows = share.flatten(4).mT.unflatten(3, (-1, c))
     size = max(1, _SLOT_TILE // (B * H * G * c * output.shape[-1]))
-    shifts = 1 if gram is None else gram.shape[1]
-    tiles = zip(rows.split(size, 3), cells.values.split(size, 2), strict=True)
-    return torch.cat(
-        [
-            sum(
-                _crossed(tile.contiguous(), output, values, s, None if gram is None else gram[:, s])
-                for s in range(shifts)
-            )
-            for tile, values in tiles
-        ],
-        dim=-1,
-    )
+    parts = []
+    for tile, values in zip(rows.split(size, 3), cells.values.split(size, 2), strict=True):
+        tile = tile.contiguous()
+        shifted = [_crossed(tile, output, values, s, part) for s, part in enumerate(_shifts(gram))]
+        parts.append(torch.stack(shifted).sum(0))
+    return torch.cat(parts, dim=-1)
+
+
+def _shifts(gram: Tensor | None) -> Sequence[Tensor | None]:
+    return [None] if gram is None else gram.unbind(1)
 
 
 def _crossed(
