@@ -4,6 +4,7 @@ L layers, H KV heads, G query heads per KV head, n prompt tokens, g given tokens
 """
 
 import hashlib
+import re
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -72,7 +73,9 @@ class Item:
         digest = hashlib.sha256(self.token_ids.long().numpy().tobytes())
         for branch in self.branches:
             digest.update(f"{branch.num_new}:{branch.given.tolist()}".encode())
-        return "-".join((self.source.replace("/", "-"), self.split, self.name, digest.hexdigest()[:12]))
+        # it is a file's name
+        named = re.sub(r"[^\w.]+", "-", f"{self.source}-{self.split}-{self.name}")
+        return f"{named}-{digest.hexdigest()[:12]}"
 
 
 class Recorder:

@@ -40,19 +40,19 @@ def encode(tokenizer: Any, sample: Sample, question: str) -> Prompt:
     Raises:
         ValueError: if the chat template does not leave the question as it is.
     """
-    text = _turn(tokenizer, sample.prompt)
+    text = user_turn(tokenizer, sample.prompt)
     asked = sample.question.strip()
     start = text.rfind(asked)
     if start < 0:
         raise ValueError(f"the model's chat template changes what a user says: it lost {asked!r}")
     parts = [
-        _ids(tokenizer, text[:start], special=tokenizer.chat_template is None),
-        _ids(tokenizer, text[start:]),
-        _ids(tokenizer, sample.answer_prefix),
+        token_ids(tokenizer, text[:start], special=tokenizer.chat_template is None),
+        token_ids(tokenizer, text[start:]),
+        token_ids(tokenizer, sample.answer_prefix),
     ]
     place = 2 if question == "inside" else 1
     follow_up = torch.cat(parts[place:], dim=1)
-    right = _ids(tokenizer, " " + ", ".join(sample.answers))
+    right = token_ids(tokenizer, " " + ", ".join(sample.answers))
     return Prompt(torch.cat(parts[:place], dim=1), follow_up, torch.cat([follow_up, right], dim=1))
 
 
@@ -129,14 +129,16 @@ class Exam:
         return {"split": self.split, "max_new_tokens": self.max_new_tokens, **files}
 
 
-def _turn(tokenizer: Any, text: str) -> str:
+def user_turn(tokenizer: Any, text: str) -> str:
+    """The text as one user turn with the beginning of an answer, bare for a model without a chat template."""
     if tokenizer.chat_template is None:
         return text
     chat = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
 
-def _ids(tokenizer: Any, text: str, *, special: bool = False) -> Int[Tensor, "1 T"]:
+def token_ids(tokenizer: Any, text: str, *, special: bool = False) -> Int[Tensor, "1 T"]:
+    """The tokens of a text, with those that a model puts before one if `special`."""
     return torch.tensor([tokenizer(text, add_special_tokens=special)["input_ids"]], dtype=torch.long)
 
 
