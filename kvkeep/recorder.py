@@ -115,7 +115,7 @@ class Recorder:
             if "future" in make_policy(name).needs:
                 raise ValueError(f"policy {name!r} knows the future, which a trace holds anyway; leave it out")
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def record(self, item: Item) -> Trace:
         """What the model caches for a prompt, and what each of its futures reads of it.
 

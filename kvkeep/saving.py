@@ -4,11 +4,11 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -33,15 +33,16 @@ def write(path: Path, kind: str, version: int, state: dict[str, Any], tensors: d
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` once the block has ended; after an error the old one is untouched."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    # not by tempfile, whose files nobody else may read
+    name = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with name.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        name.unlink(missing_ok=True)
         raise
 
 

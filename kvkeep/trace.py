@@ -25,6 +25,8 @@ AGGREGATIONS = ("max", "mean")
 
 _INDEX = "index.json"
 _WORTH = "worth."
+# more than a file's header takes without worths, and than each worth adds to it
+_HEADER_BYTES, _ENTRY_BYTES = 1536, 160
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +199,19 @@ def read_index(folder: Path) -> TraceIndex:
     raise ValueError(f"{path} has format version {version} and this kvkeep reads up to {FORMAT}; upgrade kvkeep")
 
 
+def has_index(folder: Path) -> bool:
+    """Whether there are traces, or were to be."""
+    return (folder / _INDEX).is_file()
+
+
+def is_recorded(folder: Path, key: str) -> bool:
+    """Whether the file of this prompt is there and whole."""
+    try:
+        return _header(trace_path(folder, key))["key"] == key
+    except (FileNotFoundError, ValueError):
+        return False
+
+
 def add_prompts(index: TraceIndex, keys: Iterable[str]) -> TraceIndex:
     """The index with these prompts too."""
     return replace(index, prompts=list(dict.fromkeys([*index.prompts, *keys])))
@@ -210,6 +225,19 @@ def write_trace(folder: Path, trace: Trace) -> None:
     header = {"kvkeep": "trace", "version": str(FORMAT), "state": json.dumps(state)}
     with whole_file(trace_path(folder, trace.key)) as file:
         file.write(save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=header))
+
+
+def trace_bytes(
+    num_tokens: int, *, layers: int, heads: int, head_size: int, futures: int, longest: int, policies: int
+) -> int:
+    """Bytes of a file with these shapes: its tensors to the byte, and at most so much for its header.
+
+    Args:
+        longest: tokens of the longest future.
+        policies: worths that are recorded.
+    """
+    of_slots = layers * heads * num_tokens * (2 * 2 * head_size + 4 * 2 * futures + 4 * policies)
+    return of_slots + 4 * (num_tokens + futures * longest) + _HEADER_BYTES + _ENTRY_BYTES * policies
 
 
 _TENSORS = tuple(entry.name for entry in fields(Trace) if entry.name not in ("key", "source", "split", "worths"))

@@ -94,6 +94,13 @@ def test_a_missing_file_and_another_kind_of_file_are_named(saved, tmp_path):
         KVCache.load(tmp_path / "other", model)
 
 
+def test_others_may_read_a_file_as_the_users_mask_says(saved):
+    _, path = saved
+    plain = path.with_name("plain")
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(saved, monkeypatch):
     model, path = saved
     before = path.read_bytes()

@@ -12,6 +12,7 @@ from .generate import generate
 from .lm_eval import lm_eval
 from .models import models
 from .report import report
+from .trace import trace
 from .train import app as train
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app.command(name="eval")(evaluate)
 # what it does not know is the harness's
 app.command(name="lm-eval", context_settings={"ignore_unknown_options": True})(lm_eval)
 app.command()(bench)
+app.command()(trace)
 app.command()(report)
 app.command()(models)
 app.command()(demo)

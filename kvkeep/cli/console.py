@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -138,3 +139,13 @@ def numbers(option: str, values: list[str]) -> list[int]:
         return [int(value.replace("_", "")) for value in names(values)]
     except ValueError as error:
         raise ValueError(f"{option} takes whole numbers such as 4096 or 2048,8000, got {', '.join(values)}") from error
+
+
+def number_ranges(option: str, values: list[str]) -> list[int]:
+    """Whole numbers and ranges of them, in order: ["0-3,9", "2"] gives [0, 1, 2, 3, 9]."""
+    ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", value) for value in names(values)]
+    if not all(ranges):
+        raise ValueError(f"{option} takes numbers and ranges such as 0-9,29, got {', '.join(values)}")
+    return sorted(
+        {number for found in ranges if found for number in range(int(found[1]), int(found[2] or found[1]) + 1)}
+    )

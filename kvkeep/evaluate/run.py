@@ -137,7 +137,7 @@ class _Session:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """All that a score depends on and rows do not name."""
-        weights = _fingerprint(self.model, self.exam.tokenizer)
+        weights = weights_digest(self.model, self.exam.tokenizer)
         return {**self.exam.settings, "seed": self.seed, "weights": weights, "kvkeep": __version__}
 
     def finish(self, log: SampleLog, naming: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class _Session:
             prompt.follow_up.to(device),
             future=prompt.future.to(device),
             max_new_tokens=sample.max_new_tokens,
-            ends=_ends(self.model, tokenizer),
+            ends=end_tokens(self.model, tokenizer),
         )
         for answer in answers:
             output = tokenizer.decode(answer.tokens, skip_special_tokens=True)
@@ -230,7 +230,7 @@ def _warn_if_too_long(model: PreTrainedModel, length: int) -> None:
         warnings.warn(f"prompts of {length} tokens are longer than the model's maximum of {most}", stacklevel=3)
 
 
-def _ends(model: PreTrainedModel, tokenizer: Any) -> set[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
     """Tokens that end an answer."""
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
     return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
@@ -265,9 +265,11 @@ def _folder(out: Path) -> Path:
     return out
 
 
-def _fingerprint(model: PreTrainedModel, tokenizer: Any) -> str:
+def weights_digest(model: PreTrainedModel, tokenizer: Any) -> str:
     """Of the weights, by 64 numbers of each tensor, and of what else turns text into tokens and back."""
-    whole = hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer), sorted(_ends(model, tokenizer)))).encode())
+    whole = hashlib.sha256(
+        repr((tokenizer.chat_template, len(tokenizer), sorted(end_tokens(model, tokenizer)))).encode()
+    )
     for name, tensor in model.state_dict().items():
         flat = tensor.detach().reshape(-1)
         few = flat[:: max(1, flat.numel() // 64)][:64].double().cpu()
