@@ -66,10 +66,13 @@ CALLS = sorted({line for text in PAGES.values() for line in shell_lines(text)} |
 
 @pytest.mark.parametrize("line", CALLS)
 def test_a_call_that_is_shown_has_options_that_exist(line):
-    _, command, *arguments = shlex.split(line)
-    if command == "lm-eval":
+    _, name, *arguments = shlex.split(line)
+    if name == "lm-eval":
         pytest.skip("its arguments are lm-evaluation-harness's own")
-    offered = {option for parameter in COMMANDS[command].params for option in parameter.opts + parameter.secondary_opts}
+    command = COMMANDS[name]
+    while hasattr(command, "commands"):
+        command = command.commands[arguments.pop(0)]
+    offered = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
     used = {argument for argument in arguments if re.fullmatch(r"--?[a-z][a-z-]*", argument)}
     assert used <= offered
 

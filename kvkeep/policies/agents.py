@@ -122,7 +122,7 @@ class Compact(Agents):
             first = self.first[rows] / self.spread[rows].mT
             hidden = silu(_linear(seen, first, self.first_bias[rows]))
             hidden = silu(_linear(hidden, self.second[rows], self.second_bias[rows]))
-            return (hidden.float() @ self.last[rows].float())[..., 0]
+            return _score(hidden, self.last[rows])
 
     def calibrate(self, samples: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
         inputs = torch.cat([self._inputs(*sample, torch.float32) for sample in samples], dim=-2)
@@ -173,7 +173,7 @@ class Paper(Agents):
             seen = torch.cat([key, value, place], dim=-1)
             hidden = silu(norm("first", _linear(seen, self.first[rows], self.first_bias[rows])))
             hidden = silu(norm("second", _linear(hidden, self.second[rows], self.second_bias[rows])))
-            return (hidden.float() @ self.last[rows].float())[..., 0]
+            return _score(hidden, self.last[rows])
 
     def _embedded(self, positions: Tensor, rows: slice) -> Tensor:
         table = self.table[rows]
@@ -227,6 +227,11 @@ def _norm(num_agents: int, size: int) -> nn.Parameter:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.matmul(x, weight.to(x.dtype)) + bias.to(x.dtype)
+
+
+def _score(hidden: Tensor, weight: Tensor) -> Tensor:
+    # in fp32: rounded to 16 bits, scores would tie
+    return (hidden * weight.float().mT).sum(-1)
 
 
 def _arithmetic(keys: Tensor) -> torch.dtype:
