@@ -129,8 +129,10 @@ def read_text(source: str) -> str:
 
 
 def names(values: list[str]) -> list[str]:
-    """Repeated and comma-separated values as one list without repeats: ["a,b", "b"] gives ["a", "b"]."""
-    return list(dict.fromkeys(part.strip() for value in values for part in value.split(",") if part.strip()))
+    """Repeated and comma-separated values as one list without repeats: ["a,b(c=1,d=2)", "a"] gives two."""
+    # commas within parentheses part options
+    parts = [part.strip() for value in values for part in re.findall(r"(?:\([^)]*\)|[^,(])+", value)]
+    return list(dict.fromkeys(part for part in parts if part))
 
 
 def numbers(option: str, values: list[str]) -> list[int]:

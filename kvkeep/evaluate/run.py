@@ -15,7 +15,7 @@ from .. import __version__
 from ..budget import Budget
 from ..cache import KVCache
 from ..names import nearest
-from ..policies import POLICIES, make_policy
+from ..policies import POLICIES, make_policy, parse, spelled
 from .answers import answer_together
 from .prompts import QUESTION_PLACES, Exam, encode
 from .rows import Row, SampleLog, manifest, read_rows, summarise, write_rows
@@ -36,8 +36,9 @@ class Arm(NamedTuple):
         """An empty cache; `seed` is for policies that draw at random."""
         if self.policy == FULL:
             return KVCache(model)
-        draws = "seed" in {field.name for field in fields(POLICIES[self.policy])}
-        policy = make_policy(self.policy, seed=seed) if draws else make_policy(self.policy)
+        name, options = parse(self.policy)
+        draws = "seed" in {field.name for field in fields(POLICIES[name])} - set(options)
+        policy = make_policy(self.policy, **({"seed": seed} if draws else {}))
         return KVCache(model, policy=policy, budget=self.budget)
 
 
@@ -71,7 +72,7 @@ def evaluate(
     Args:
         model_name: what rows and samples call the model.
         tasks: keys of `TASKS`.
-        policies: keys of `POLICIES`; "full" may be among them.
+        policies: keys of `POLICIES`, with options as in "snapkv(window=16)"; "full" may be among them.
         budgets: as for `KVCache`.
         length: tokens of a prompt, without the chat template's.
         question: "inside" the compressed prompt or "after" it (see `encode`).
@@ -200,7 +201,8 @@ def _serves(name: str, model: PreTrainedModel) -> bool:
 
 def _arms(policies: Sequence[str], budgets: Sequence[int | float | str]) -> list[Arm]:
     """The full cache first, then every policy at every budget."""
-    names = [name for name in _known("policy", policies, [*POLICIES, FULL]) if name != FULL]
+    _known("policy", [parse(policy)[0] for policy in policies], [*POLICIES, FULL])
+    names = [spelled(policy) for policy in policies if policy != FULL]
     limits = [_text(budget) for budget in budgets if not Budget.parse(budget).unlimited]
     if names and not limits:
         raise ValueError(f"no budget given for {', '.join(names)}; give some, such as 25%, or the policy full alone")

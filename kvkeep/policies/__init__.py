@@ -3,6 +3,7 @@
 B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D head size.
 """
 
+from dataclasses import fields
 from typing import Any
 
 from ..names import nearest
@@ -23,6 +24,7 @@ from .baselines import (
 from .deletion import Projection
 from .kvp import KVP
 from .lorekv import LoreKV
+from .spelling import parse, spell
 
 POLICIES: dict[str, type[Policy]] = {
     "random": Random,
@@ -42,18 +44,51 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(policy: "str | Policy", **options: Any) -> Policy:
-    """A policy from its name and options, or the given one.
+    """A policy from its name and options, or the given one. The name may have options too: "snapkv(window=16)".
 
     Raises:
-        ValueError: for an unknown name, with the near ones.
+        ValueError: for an unknown name or option, with the near ones.
     """
     if isinstance(policy, Policy):
         if options:
             raise ValueError(f"options {sorted(options)} go with a policy's name; {policy} already has its own")
         return policy
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")
-    return POLICIES[policy](**options)
+    name, written = parse(policy)
+    kind = _kind(name)
+    known = {field.name: field.default for field in fields(kind)}
+    for option, value in [*written.items(), *options.items()]:
+        if option not in known:
+            hint = nearest(option, known) if known else "it has none"
+            raise ValueError(f"unknown option {option!r} of policy {name!r}; {hint}")
+        if option in written and option in options:
+            raise ValueError(f"option {option!r} is given twice: in {policy!r} and beside it")
+        if not _alike(value, known[option]):
+            raise ValueError(f"option {option!r} of policy {name!r} is like {known[option]!r}, got {value!r}")
+    return kind(**written, **options)
+
+
+def spelled(policy: str) -> str:
+    """The one spelling of a policy's name with its options, for names of measurements.
+
+    >>> spelled("lorekv(steps = 4, futures=4)")
+    'lorekv(steps=4)'
+    """
+    name, options = parse(policy)
+    return spell(name, options, _kind(name))
+
+
+def _alike(value: Any, default: Any) -> bool:
+    """Whether an option's value is of its default's type; whole numbers do for fractions."""
+    if not isinstance(default, bool | int | float | str):
+        return True
+    kinds = (int, float) if isinstance(default, float) else type(default)
+    return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _kind(name: str) -> type[Policy]:
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}; {nearest(name, POLICIES)}")
+    return POLICIES[name]
 
 
 __all__ = [
@@ -67,4 +102,6 @@ __all__ = [
     "Projection",
     "Rotary",
     "make_policy",
+    "parse",
+    "spelled",
 ]
