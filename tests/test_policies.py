@@ -50,6 +50,11 @@ SMALL: dict[str, list[dict]] = {
     "pyramidkv": [{"window": 6, "kernel": 3}],
     "expected_attention": [{"horizon": 1, "sinks": 4, "epsilon": 0.0}, {"horizon": 9, "sinks": 2, "epsilon": 0.05}],
     "kvp": [NEEDED["kvp"]],
+    # the twin deletes for real, without an epsilon
+    "lorekv": [
+        {"window": 6, "chunk": 2, "guard": 0.0, "epsilon": 1e-9},
+        {"window": 40, "chunk": 3, "guard": 1.0, "epsilon": 1e-9},
+    ],
 }
 # it multiplies 16-bit numbers as such, and rounds what comes out
 ROUNDING = {"kvp": 0.02}
@@ -243,7 +248,8 @@ def tokens(length: int, seed: int = 0) -> Tensor:
 @every_name
 def test_a_prefill_in_one_piece_keeps_what_the_twin_finds_worth_most(tiny, name):
     model, prompt = tiny("llama"), tokens(90)
-    options = {"lagkv": {"lag": 16}}.get(name, {})
+    # the twin samples no futures and knows no projection
+    options = {"lagkv": {"lag": 16}, "lorekv": {"futures": 0, "objective": "unprojected"}}.get(name, {})
     policy, log = recorded(policy_named(name, model, **options))
     cache = KVCache(model, policy=policy, budget=40)
     kvkeep.prefill(model, prompt, cache, future=tokens(6, seed=1) if "future" in policy.needs else None)

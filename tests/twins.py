@@ -277,6 +277,56 @@ def expected_attention(run: Run, head: int) -> Tensor:
     return worth
 
 
+def read_without(run: Run, head: int, member: int, query: int, gone: Sequence[int]) -> Tensor:
+    """What a query head reads of the tokens up to its own that are not gone."""
+    seen = [j for j in range(query + 1) if j not in gone]
+    logits = run.keys[head, seen].double() @ run.queries[head, member, query].double() * run.scale
+    return logits.softmax(0) @ run.values[head, seen].double()
+
+
+def lost_output(run: Run, head: int, query: int, gone: Sequence[int]) -> float:
+    """Squared change of what the query heads read, before their projection, when tokens go."""
+    if set(range(query + 1)) <= set(gone):
+        return 0.0
+    members = range(run.queries.shape[1])
+    changes = [read_without(run, head, m, query, gone) - read_without(run, head, m, query, ()) for m in members]
+    return sum(float(change.square().sum()) for change in changes)
+
+
+def guarded_loss(run: Run, head: int, window: Sequence[int], gone: Sequence[int]) -> float:
+    """Squared attention to the tokens times the squared distance of what they say from what is kept in any case."""
+    total, first_kept = 0.0, window[-1] - run.options["window"] + 1
+    for member in range(run.queries.shape[1]):
+        rows = torch.zeros(len(window), run.keys.shape[1], dtype=torch.float64)
+        for row, query in zip(rows, window, strict=True):
+            logits = run.keys[head, : query + 1].double() @ run.queries[head, member, query].double() * run.scale
+            row[: query + 1] = logits.softmax(0)
+        mass, kept = rows.mean(0), [j for j in range(window[-1] + 1) if j == 0 or j >= first_kept]
+        says, instead = (
+            mass[tokens] @ run.values[head, tokens].double() / mass[tokens].sum() for tokens in (list(gone), kept)
+        )
+        total += float(rows[:, list(gone)].sum(1).square().mean() * (says - instead).square().sum())
+    return total
+
+
+def lorekv(run: Run, head: int) -> Tensor:
+    """Without futures, and before the output projection."""
+    width, chunk, worth = run.options["window"], run.options["chunk"], torch.zeros(run.keys.shape[1])
+    for new in run.forwards:
+        if len(new) == 1:
+            worth[new.start] = lost_output(run, head, new.start, [new.start])
+            continue
+        window, full = list(new)[-width:], min(width, new.stop)
+        old = worth[: new.stop] * (1 - len(window) / full)
+        for start in range(0, new.stop, chunk):
+            gone = range(start, min(start + chunk, new.stop))
+            loss = sum(lost_output(run, head, query, [j for j in gone if j <= query]) for query in window) / full
+            least = run.options["guard"] * guarded_loss(run, head, window, gone) * len(window) / full
+            worth[list(gone)] = max(loss, least) / len(gone)
+        worth[: new.stop] += old
+    return worth
+
+
 def oracle(run: Run, head: int) -> Tensor:
     N = run.keys.shape[1]
     if not run.ahead:
@@ -320,6 +370,7 @@ TWINS: dict[str, Callable[[Run], Tensor]] = {
         "pyramidkv": snapkv,
         "expected_attention": expected_attention,
         "kvp": kvp,
+        "lorekv": lorekv,
         "oracle": oracle,
     }.items()
 }

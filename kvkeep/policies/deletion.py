@@ -206,7 +206,10 @@ def _leave_out(
         return _energy(cells, attention * factor[..., None], output, gram)
     # where a query reads little else, the quadratic form is a small difference of large numbers: there d is worked out
     top = mass.argmax(-1, keepdim=True)
-    largest = squared(_lost(cells, attention, output, top) * factor.gather(-1, top), gram)
+    rest = mass.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+    # where nothing else is seen, nothing could be read in its place
+    grown = torch.where(rest > 0, weights.sqrt() / (rest + epsilon), 0.0)
+    largest = squared(_lost(cells, attention, output, top) * grown, gram)
     others = _energy(cells, attention * factor.scatter(-1, top, 0.0)[..., None], output, gram)
     return others.scatter_add(-1, top.flatten(2), largest.flatten(2))
 
