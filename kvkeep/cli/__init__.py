@@ -11,6 +11,7 @@ from .evaluate import evaluate
 from .generate import generate
 from .lm_eval import lm_eval
 from .models import models
+from .replay import replay
 from .report import report
 from .trace import trace
 from .train import app as train
@@ -41,6 +42,7 @@ app.command(name="eval")(evaluate)
 app.command(name="lm-eval", context_settings={"ignore_unknown_options": True})(lm_eval)
 app.command()(bench)
 app.command()(trace)
+app.command()(replay)
 app.command()(report)
 app.command()(models)
 app.command()(demo)
