@@ -18,7 +18,7 @@ from kvkeep.chat import prompt_ids
 from kvkeep.cli import app
 from kvkeep.cli.console import names, numbers
 
-COMMANDS = ("generate", "eval", "bench", "report", "models", "demo")
+COMMANDS = ("generate", "eval", "bench", "trace", "replay", "report", "models", "demo")
 TEXT = "The lighthouse keeper counts ships, and writes their names into a long book. " * 6
 QUESTION = "What is counted?"
 
