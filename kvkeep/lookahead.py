@@ -121,7 +121,7 @@ def _sample(cache: KVCache | CacheGroup, job: _Job, prompt: Prompt, read: Read, 
         logits = read(prompt.hidden_end[places, None], at.view(-1, 1) - 1, branches)
     steps = []
     for _ in range(look.steps):
-        step = _draw(logits.float(), None if look.greedy else hashed_uniform(at, look.seed).view(-1))
+        step = draw(logits.float(), None if look.greedy else hashed_uniform(at, look.seed).view(-1))
         logits = read(step.tokens[:, None], at.view(-1, 1), branches)
         at = at + 1
         steps.append(step)
@@ -132,7 +132,7 @@ def _sample(cache: KVCache | CacheGroup, job: _Job, prompt: Prompt, read: Read, 
     return _Sampled(branches, int(again), ~ended.cummax(-1).values, likelihood, entropy)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """One token of each row, its log probability plus the entropy of what it was drawn from, and that entropy."""
 
     tokens: Int[Tensor, " R"]
@@ -140,7 +140,7 @@ class _Step(NamedTuple):
     entropy: Float[Tensor, " R"]
 
 
-def _draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, " R"] | None) -> _Step:
+def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, " R"] | None) -> Step:
     """The token at which the cumulated probabilities pass a uniform number, or the likeliest one."""
     logs = logits.log_softmax(-1)
     tokens = logs.argmax(-1)
@@ -150,7 +150,7 @@ def _draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, " R"] | None) -> 
         drawn = torch.searchsorted(reached, uniform.double()[:, None] * reached[:, -1:], right=True)[:, 0]
         tokens = drawn.clamp(max=logits.shape[-1] - 1)
     entropy = torch.special.entr(logs.exp()).sum(-1)
-    return _Step(tokens, logs.gather(1, tokens[:, None])[:, 0] + entropy, entropy)
+    return Step(tokens, logs.gather(1, tokens[:, None])[:, 0] + entropy, entropy)
 
 
 def _show(member: KVCache, sampled: _Sampled, rows: slice) -> None:

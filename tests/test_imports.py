@@ -17,8 +17,8 @@ LEVELS = [
     {"names", "slots", "quant", "budget", "selection", "fingerprint", "future", "losses", "metrics", "saving", "hub"},
     {"attention"},
     {"policies"},
-    {"cache_report", "padding", "layer", "cache", "group"},
-    {"models", "chat", "model", "trace", "recorder", "train"},
+    {"cache_report", "padding", "projections", "layer", "cache", "group", "branches"},
+    {"models", "chat", "lookahead", "model", "trace", "recorder", "train"},
     {"evaluate"},
     {"corpus", "tracing", "report", "demo"},
     {"cli"},
@@ -29,7 +29,19 @@ UNLISTED = LEVEL["model"]
 TORCH_ONLY = set().union(*LEVELS[:3])
 # files and repositories of weights are met in one place each
 WITH_MORE = {"saving": {"safetensors"}, "hub": {"huggingface_hub"}}
-WITH_TRANSFORMERS = {"layer", "cache", "group", "models", "model", "recorder", "evaluate", "tracing", "demo", "cli"}
+WITH_TRANSFORMERS = {
+    "layer",
+    "cache",
+    "group",
+    "branches",
+    "models",
+    "model",
+    "recorder",
+    "evaluate",
+    "tracing",
+    "demo",
+    "cli",
+}
 
 
 class Import(NamedTuple):
