@@ -24,7 +24,7 @@ from .future import Importance, future_importance
 from .group import CacheGroup
 from .layer import KVLayer
 from .model import attach, cache_argument
-from .policies import make_policy
+from .policies import make_policy, spelled
 from .trace import Trace
 
 # with so small a budget a policy looks at everything, and keeps no copy of the prompt's keys and values
@@ -84,13 +84,13 @@ class Recorder:
     Args:
         layers: numbers of the layers to record; None for all full-attention layers.
         heads: numbers of the KV heads to record; None for all.
-        policies: names of policies whose worth right after the prompt is recorded too.
+        policies: names of policies, with options if need be, whose worth right after the prompt is recorded too.
         temperature: of what the model adds to a future; 0 takes the likeliest token.
         seed: of sampling. A prompt's futures are the same in whatever order prompts are recorded.
         ends: tokens that end what the model adds; they are no part of a future that has others.
 
     Raises:
-        ValueError: for layers and heads that the model does not have, and a policy that needs the future.
+        ValueError: for layers and heads that the model does not have, and a policy that needs a future.
     """
 
     def __init__(
@@ -105,15 +105,18 @@ class Recorder:
         ends: Collection[int] = (),
     ):
         managed = KVCache(model).managed
-        self.model, self.policies, self.ends = model, list(policies), ends
+        self.model, self.ends = model, ends
+        # equal policies have one name
+        self.policies = list(dict.fromkeys(spelled(name) for name in policies))
         self.layers = _chosen("layer", layers, [layer.index for layer in managed])
         self.num_heads = num_kv_heads(managed[0].plan.config)
         self.heads = _chosen("KV head", heads, range(self.num_heads))
         self.group = managed[0].plan.group
         self.temperature, self.seed = temperature, seed
-        for name in policies:
-            if "future" in make_policy(name).needs:
-                raise ValueError(f"policy {name!r} knows the future, which a trace holds anyway; leave it out")
+        for name in self.policies:
+            policy = make_policy(name)
+            if "future" in policy.needs or policy.look is not None:
+                raise ValueError(f"policy {name!r} knows or samples a future, and the trace has its own; leave it out")
 
     @torch.no_grad()
     def record(self, item: Item) -> Trace:

@@ -12,7 +12,6 @@ from transformers import DynamicCache
 
 import kvkeep
 from kvkeep import POLICIES, KVCache, cache_argument
-from kvkeep.policies import make_policy
 from kvkeep.recorder import Branch, Item, Recorder
 from kvkeep.selection import protected, survivors
 from kvkeep.trace import Trace
@@ -148,10 +147,11 @@ def test_a_recorded_worth_keeps_what_a_cache_with_that_policy_keeps(tiny, name):
         assert torch.equal(kept, held.sort(-1).values.long())
 
 
-def test_a_policy_with_settings_of_its_own_is_recorded_as_its_name_stands(tiny):
-    trace = Recorder(tiny("llama"), policies=["snapkv", "pyramidkv"]).record(prompt(GREEDY))
-    assert torch.equal(trace.worths["snapkv"], trace.worths["pyramidkv"])
-    assert make_policy("snapkv").window == 32
+def test_a_policy_with_options_is_recorded_under_its_one_spelling(tiny):
+    names = ["snapkv", "snapkv(kernel=3,window=16)", "snapkv(window=32)"]
+    trace = Recorder(tiny("llama"), policies=names).record(prompt(GREEDY))
+    assert list(trace.worths) == ["snapkv", "snapkv(window=16, kernel=3)"]
+    assert not torch.equal(*trace.worths.values())
 
 
 def test_sampled_futures_differ_and_come_again_in_any_order(tiny):
@@ -216,8 +216,10 @@ def test_what_cannot_be_recorded_is_refused(tiny):
         Recorder(tiny("llama"), heads=[2])
     with pytest.raises(ValueError, match="no KV head was chosen"):
         Recorder(tiny("llama"), heads=[])
-    with pytest.raises(ValueError, match="'oracle' knows the future"):
+    with pytest.raises(ValueError, match="'oracle' knows or samples a future"):
         Recorder(tiny("llama"), policies=["tova", "oracle"])
+    with pytest.raises(ValueError, match="'lorekv' knows or samples a future"):
+        Recorder(tiny("llama"), policies=["lorekv"])
     with pytest.raises(ValueError, match="unknown policy 'tovva'"):
         Recorder(tiny("llama"), policies=["tovva"])
     for branches in ([], [GIVEN, Branch(tokens(0))]):

@@ -220,3 +220,12 @@ def test_the_command_prints_and_writes_rows(tmp_path):
     table = CliRunner().invoke(app, ["replay", str(tmp_path), "--sources", "text"]).stdout
     # the second prompt alone
     assert "kept_future" in table and "0.800" in table and "oracle" in table
+
+
+def test_a_recorded_policy_is_found_however_it_is_spelled(tmp_path):
+    worth = torch.arange(40.0).expand(L, H, 40).contiguous()
+    importance = torch.zeros(L, H, 40)
+    importance[..., 20:] = 1
+    traces = saved(tmp_path, made("a", importance, worths={"snapkv(window=16, kernel=3)": worth}))
+    rows = Replay(policies=["snapkv(kernel=3,window=16)", "snapkv(window=16,kernel=3)"], budgets=[20]).run(traces)
+    assert [(row.policy, row.value) for row in rows] == [("snapkv(window=16, kernel=3)", pytest.approx(16 / 20))]

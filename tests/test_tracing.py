@@ -283,7 +283,7 @@ def test_the_command_counts_in_json_what_was_passed_over(folder, tmp_path):
     [
         (["--layers", "0-"], "--layers takes numbers and ranges such as 0-9,29, got 0-"),
         (["--layers", "7"], "the model has no layer 7 to record"),
-        (["--policy", "oracle"], "'oracle' knows the future"),
+        (["--policy", "oracle"], "'oracle' knows or samples a future"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--futures", "all"], "futures are data, greedy or how many to sample, got 'all'"),
     ],

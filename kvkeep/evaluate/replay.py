@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..budget import Budget
-from ..policies import POLICIES, Observation, Policy, make_policy
+from ..policies import POLICIES, Observation, Policy, make_policy, spelled
 from ..selection import protected, survivors
 from ..slots import Slots
 from ..trace import Trace, TraceIndex, Traces
@@ -79,7 +79,7 @@ class Replay:
         Raises:
             ValueError: for policies that these traces cannot answer for.
         """
-        policies = {name: make_policy(name) for name in self.policies}
+        policies = {name: make_policy(name) for name in self._names}
         for name, policy in policies.items():
             _refuse_unanswerable(name, policy, traces)
         found: list[_Kept] = []
@@ -88,6 +88,11 @@ class Replay:
             found += [kept for name in policies for kept in self._ask(name, policies[name], trace, traces.index)]
         progress(len(traces), len(traces), "")
         return list(self._rows(found, traces, {"model": traces.index.model, **(stamp or {})}, by_source))
+
+    @property
+    def _names(self) -> list[str]:
+        """Equal policies have one name, as in the traces."""
+        return list(dict.fromkeys(spelled(name) for name in self.policies))
 
     def _budget(self, budget: int | float | str, schedule: str = "uniform") -> Budget:
         return Budget.parse(budget, sinks=self.sinks, recent=self.recent, schedule=schedule)
@@ -108,7 +113,7 @@ class Replay:
         sources = sorted({kept.source for kept in found})
         tasks = [ALL, *sources] if by_source and len(sources) > 1 else [ALL]
         for task in tasks:
-            for policy in self.policies:
+            for policy in self._names:
                 for budget in dict.fromkeys(kept.budget for kept in found):
                     group = [
                         kept
