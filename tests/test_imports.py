@@ -22,6 +22,7 @@ LEVELS = [
     {"evaluate"},
     {"corpus", "tracing", "report", "demo"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # what is not listed lies between the cache and the evaluation
