@@ -127,9 +127,7 @@ class _PairCost(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, scores: Tensor, importance: Tensor, others: Tensor
-    ) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, scores: Tensor, importance: Tensor, others: Tensor) -> Tensor:
         agents = max(1, _TILE // (scores.shape[-1] * len(others)))
         tiles = zip(scores.split(agents), importance.split(agents), strict=True)
         costs, slopes = zip(*(_pair_cost(*tile, others) for tile in tiles), strict=True)

@@ -50,7 +50,7 @@ class Recipe:
 
     steps: int = 800
     batch: int = 1
-    lr: float = 2e-3
+    lr: float = 1e-2
     lr_end: float = 1e-6
     warmup: int = 100
     weight_decay: float = 1e-3

@@ -45,7 +45,7 @@ def kvp(
     hidden: Annotated[int, typer.Option(help="Width of the hidden layers; the paper's is 256.")] = 64,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 800,
     batch: Annotated[int, typer.Option(help="Prompts a step, over all processes.")] = 1,
-    lr: Annotated[float, typer.Option(help="Greatest learning rate; the paper's is 5e-5.")] = 2e-3,
+    lr: Annotated[float, typer.Option(help="Greatest learning rate; the paper's is 5e-5.")] = 1e-2,
     lr_end: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 1e-6,
     warmup: Annotated[int, typer.Option(help="Steps until the greatest learning rate.")] = 100,
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,

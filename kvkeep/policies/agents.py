@@ -206,9 +206,7 @@ def load_agents(shape: AgentShape, tensors: Mapping[str, Tensor]) -> Agents:
     return agents.requires_grad_(False)
 
 
-def _places(
-    positions: Int[Tensor, "*B A N"], lengths: Int[Tensor, "*B"], recent: int
-) -> Float[Tensor, "*B A N 3"]:
+def _places(positions: Int[Tensor, "*B A N"], lengths: Int[Tensor, "*B"], recent: int) -> Float[Tensor, "*B A N 3"]:
     n, p = lengths[..., None, None].float(), positions.clamp(min=0).float()
     to_end = (n - 1 - p).clamp(min=recent)
     return torch.stack([p / n, to_end.log1p() / _LOG_SCALE, p.log1p() / _LOG_SCALE], dim=-1)
