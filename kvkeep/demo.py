@@ -4,6 +4,7 @@ B sequences, S prompt tokens, T answer tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -18,13 +19,15 @@ from .chat import prompt_ids
 from .evaluate.rows import Row, summarise
 from .evaluate.speed import STOCK, Arm, Prompt, decode, held_bytes, median_interval
 from .evaluate.tasks import Fact, demo_document
+from .fingerprint import fingerprint
 from .group import CacheGroup
 from .model import attach, cache_argument
+from .policies import make_policy
 
 ARMS = tuple(
     Arm(policy=policy, budget=budget)
     for budget in ("25%", "10%")
-    for policy in ("streaming", "knorm", "tova", "snapkv")
+    for policy in ("streaming", "knorm", "tova", "snapkv", "kvp")
 )
 ANSWER_TOKENS = 24
 BRIEFLY = "Answer with a few words from the document."
@@ -42,13 +45,26 @@ def plant(tokenizer: Any, num_tokens: int, seed: int) -> tuple[str, list[Fact]]:
     return demo_document(num_tokens, lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]), seed)
 
 
+def arms_for(model: PreTrainedModel) -> list[Arm]:
+    """The arms of the demo without those whose policy was trained for another model."""
+    layers = [layer.index for layer in KVCache(model).managed]
+
+    def serves(arm: Arm) -> bool:
+        with suppress(ValueError):
+            make_policy(arm.policy).check(fingerprint(model.config), layers)
+            return True
+        return False
+
+    return [arm for arm in ARMS if serves(arm)]
+
+
 def ask(
     model: PreTrainedModel,
     tokenizer: Any,
     document: str,
     fact: Fact,
     *,
-    arms: Sequence[Arm] = ARMS,
+    arms: Sequence[Arm] | None = None,
     naming: Mapping[str, Any],
 ) -> Asked:
     """Ask one question: with transformers' own cache and attention first, then under `arms`.
@@ -57,10 +73,12 @@ def ask(
     is `ANSWER_TOKENS` greedy tokens, cut where the model ends it.
 
     Args:
+        arms: None takes those of `ARMS` that this model can run (see `arms_for`).
         naming: further fields for every record, such as model, index and seed.
     """
     input_ids = prompt_ids(tokenizer, document, f"{fact.question} {BRIEFLY}")
     stock = STOCK.fresh_cache(model)
+    arms = arms_for(model) if arms is None else arms
     members = [KVCache(model, policy=arm.policy, budget=arm.budget) for arm in arms]
     answers = _greedy(model, input_ids, stock, num_rows=1)
     with attach(model):

@@ -13,13 +13,15 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.chat import prompt_ids
 from kvkeep.cli import app
-from kvkeep.demo import ANSWER_TOKENS, ARMS, BRIEFLY, ask, plant, rows_of, time_decoding
+from kvkeep.demo import ANSWER_TOKENS, ARMS, BRIEFLY, arms_for, ask, plant, rows_of, time_decoding
 from kvkeep.evaluate.speed import STOCK, Arm, held_bytes
 from kvkeep.evaluate.tasks import Fact
 
 DOCUMENT = "The keeper counts the ships and writes them into a long book, night after night. " * 5
 FACT = Fact(question="What is the password?", answer="saffron", sentence="The password is saffron.")
 TWO = (Arm(policy="tova", budget="25%"), Arm(policy="knorm", budget="10%"))
+# what a model without trained weights is asked under
+SHOWN = [arm for arm in ARMS if arm.policy != "kvp"]
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +132,10 @@ def test_the_command_answers_anew_shows_every_arm_and_writes_rows_samples_and_a_
     assert done.exit_code == 0, done.output
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     arms = {(record["policy"], record["budget"], record["index"], record["seed"]) for record in samples}
-    assert arms == {(*arm.names.values(), index, 2) for arm in (STOCK, *ARMS) for index in range(6)}
+    assert arms == {(*arm.names.values(), index, 2) for arm in (STOCK, *SHOWN) for index in range(6)}
     assert done.stdout == (tmp_path / "rows.jsonl").read_text()
-    assert len(done.stdout.splitlines()) == 3 * (1 + len(ARMS))
-    assert all(f" {arm.policy} " in done.stderr for arm in ARMS)
+    assert len(done.stdout.splitlines()) == 3 * (1 + len(SHOWN))
+    assert all(f" {arm.policy} " in done.stderr for arm in SHOWN)
     assert "</html>" in (tmp_path / "report.html").read_text().lower()
 
 
@@ -142,3 +144,8 @@ def test_with_its_full_cache_the_embedded_model_finds_five_of_six_facts(embedded
     document, facts = plant(embedded.tokenizer, 3000, 0)
     found = [ask(*embedded, document, fact, arms=TWO, naming={}).records[0]["score"] for fact in facts]
     assert sum(found) >= 5
+
+
+def test_a_model_without_trained_weights_is_shown_the_other_policies(tiny, embedded):
+    assert arms_for(embedded.model) == list(ARMS)
+    assert arms_for(tiny("llama")) == SHOWN
