@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 
 from ..cache import KVCache
 from ..model import generate, prefill
-from ..policies import POLICIES, make_policy
+from ..policies import make_policy
 from .dense_twin import dense_logits, witnessed
 from .rows import Row, manifest, wilson
+from .run import policies_for
 
 Progress = Callable[[str], None]
 
@@ -59,7 +60,7 @@ def dense_differences(
     prompts: Sequence[Int[Tensor, "1 _"]],
     *,
     model_name: str,
-    policies: Sequence[str] = tuple(POLICIES),
+    policies: Sequence[str] | None = None,
     budget: str = "25%",
     new_tokens: int = 8,
     command: str | None = None,
@@ -68,9 +69,10 @@ def dense_differences(
     """For every policy, the largest logit difference between the evicting cache and the dense model under its mask.
 
     Decoding is teacher-forced on the prompt's own last `new_tokens` tokens; an oracle is shown them as its future.
+    Without `policies`, all that this model can run are measured, and the oracle.
     """
     rows = []
-    for name in policies:
+    for name in policies if policies is not None else [*policies_for(model), "oracle"]:
         worst, kept, held = 0.0, 0.0, 0
         for prompt in prompts:
             difference, cache = _difference(model, prompt, name, budget, new_tokens)
