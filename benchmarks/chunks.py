@@ -15,6 +15,8 @@ from kvkeep import POLICIES, KVCache
 from kvkeep.evaluate.rows import Row, bootstrap, manifest, write_rows
 from kvkeep.evaluate.tasks import demo_document
 
+CHUNKS = (64, 256)
+
 
 def kept_positions(cache: KVCache) -> list[set[tuple[int, int]]]:
     """For each layer the kept (head, position) pairs of the only sequence."""
@@ -22,13 +24,19 @@ def kept_positions(cache: KVCache) -> list[set[tuple[int, int]]]:
     return [{(head, at) for head, row in enumerate(heads) for at in row if at >= 0} for heads in layers]
 
 
-def agreement(model, prompt, name: str, chunk: int) -> tuple[float, float]:
-    """Share of kept tokens that agree, in the first layer and in the mean over layers."""
-    caches = [KVCache(model, policy=name, budget=prompt.shape[1] // 4) for _ in range(2)]
-    for cache, size in zip(caches, (None, chunk), strict=True):
-        kvkeep.prefill(model, prompt, cache, chunk=size)
-    shares = [len(a & b) / len(a) for a, b in zip(*map(kept_positions, caches), strict=True)]
-    return shares[0], sum(shares) / len(shares)
+def read(model, prompt, name: str, chunk: int | None) -> list[set[tuple[int, int]]]:
+    cache = KVCache(model, policy=name, budget=prompt.shape[1] // 4)
+    kvkeep.prefill(model, prompt, cache, chunk=chunk)
+    return kept_positions(cache)
+
+
+def agreements(model, prompt, name: str) -> list[tuple[float, float]]:
+    """For each chunk size the share of kept tokens that agree, in the first layer and in the mean over layers."""
+    whole, found = read(model, prompt, name, None), []
+    for chunk in CHUNKS:
+        shares = [len(a & b) / len(a) for a, b in zip(whole, read(model, prompt, name, chunk), strict=True)]
+        found.append((shares[0], sum(shares) / len(shares)))
+    return found
 
 
 def main() -> None:
@@ -46,8 +54,9 @@ def main() -> None:
     for name, policy in POLICIES.items():
         if "future" in policy.needs:
             continue
-        for chunk in (64, 256):
-            first, mean = zip(*(agreement(model, prompt, name, chunk) for prompt in prompts), strict=True)
+        found = [agreements(model, prompt, name) for prompt in prompts]
+        for chunk, each in zip(CHUNKS, zip(*found, strict=True), strict=True):
+            first, mean = zip(*each, strict=True)
             bounds = bootstrap(mean)
             rows.append(
                 Row(
