@@ -1,8 +1,8 @@
 """Rows for "exact or refused": full budget against DynamicCache, and every policy against the dense model.
 
-    python benchmarks/exactness.py --out results/exactness [--qwen FOLDER]
+    python benchmarks/exactness.py --out results/exactness [--models random smollm2 FOLDER] [--dtypes float32]
 
-Runs the embedded model (fp32 and bf16), random models of six families, and a Qwen2 folder if one is given.
+Runs random models of six families and the embedded model in bf16 and fp32, or the models and dtypes named.
 """
 
 import argparse
@@ -60,13 +60,14 @@ def texts(tokenizer, num_prompts: int, num_tokens: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--qwen", help="folder of a Qwen2-type model")
+    parser.add_argument("--models", nargs="+", default=["random", "smollm2"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1000)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    for family in FAMILIES:
+    for family in FAMILIES if "random" in options.models else ():
         model = random_model(family)
         generator = torch.Generator().manual_seed(0)
         prompts = [torch.randint(3, 512, (1, options.tokens), generator=generator) for _ in range(options.prompts)]
@@ -74,8 +75,8 @@ def main() -> None:
         if family != "Gemma3Text":
             rows += dense_differences(model, prompts[:2], model_name=f"random {family}", progress=print)
         write_rows(options.out / "rows.jsonl", rows)
-    for name in ["smollm2"] + ([options.qwen] if options.qwen else []):
-        for dtype in (torch.bfloat16, torch.float32):
+    for name in (name for name in options.models if name != "random"):
+        for dtype in (getattr(torch, dtype) for dtype in options.dtypes):
             model, tokenizer = kvkeep.load(name, dtype=dtype)
             prompts = list(texts(tokenizer, options.prompts, options.tokens))
             shown = Path(name).name
