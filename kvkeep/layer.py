@@ -304,10 +304,11 @@ class KVLayer(CacheLayerMixin):
         if self._wants_future(seen):
             self._await_future(seen)
             return
-        self.plan.policy.track(seen)
         if self._answer is not None:
             self._hear_answer(seen)
-        elif not self.plan.holding:
+            return
+        self.plan.policy.track(seen)
+        if not self.plan.holding:
             self._evict_surplus(seen)
         elif not seen.ahead:
             self._held_back = seen
@@ -344,8 +345,10 @@ class KVLayer(CacheLayerMixin):
             return
         assert self._remembered is not None and self._remembered.queries is not None
         queries = torch.cat([self._remembered.queries[:, :, :0], *self._answer], dim=2)
-        weights = queries.new_full((queries.shape[0], queries.shape[2]), 1 / max(1, queries.shape[2]))
-        self.foresee(Futures(queries, weights.float()))
+        length = queries.shape[2]
+        weights = torch.full((len(queries), length), 1 / max(1, length), device=queries.device)
+        first = self._remembered.lengths[:, None] - length
+        self.foresee(Futures(queries, weights, first + torch.arange(length, device=first.device)))
         self.release()
 
     def _wants_future(self, seen: Observation) -> bool:
@@ -364,6 +367,7 @@ class KVLayer(CacheLayerMixin):
 
     def _hear_answer(self, seen: Observation) -> None:
         assert self._answer is not None and self._remembered is not None and seen.queries is not None
+        self.plan.policy.track(replace(seen, held=True))
         self._remembered = replace(self._remembered, lengths=seen.lengths)
         self._answer.append(seen.queries)
         look = self.plan.policy.look

@@ -423,8 +423,7 @@ def test_a_kept_look_ahead_evicts_by_the_answers_own_queries(tiny):
         [seen] = log[layer]
         assert torch.allclose(seen.futures.queries, expected, atol=1e-4)
         assert seen.query_positions.tolist() == [list(range(58, 90))]
-        # the answer's tokens are not among what is judged by its queries
-        assert int(seen.query_positions.amax()) == 89
+        assert seen.futures.positions.tolist() == [list(range(90, 90 + steps))]
 
 
 def test_an_answer_shorter_than_the_look_ahead_evicts_at_its_end(tiny):

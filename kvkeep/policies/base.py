@@ -35,10 +35,14 @@ class Look(NamedTuple):
 
 
 class Futures(NamedTuple):
-    """Queries `[B, H * G, F, D]` of tokens that may follow, after rotation, and how much each counts `[B, F]`."""
+    """Queries `[B, H * G, F, D]` of tokens that may follow, after rotation, and how much each counts `[B, F]`.
+
+    `positions` `[B, F]` says where they stand if they were read into the slots; the others see the prompt alone.
+    """
 
     queries: Float[Tensor, "B HG F D"]
     weights: Float[Tensor, "B F"]
+    positions: Int[Tensor, "B F"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

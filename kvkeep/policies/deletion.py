@@ -12,7 +12,7 @@ That costs |W d|^2, W being the query head's part of the output projection. Summ
 in the values: arrays of queries x tokens and of tokens x head size are all it takes.
 """
 
-from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 import torch
@@ -87,15 +87,18 @@ def deletion_cost(
     """
     joint = gram is not None and gram.shape[1] > 1
     cells = _Cells(slots, chunk, torch.float64 if joint else torch.float32)
+    inner = _inner(cells.values, gram)
     cost = mass = square = cells.values.new_zeros(())
     for part in _tiles(asked, cells):
-        weights = part.weights.to(cells.values.dtype)[:, None, None, :, None]
-        attention, output = _attention(cells, part, scale)
-        cost = cost + _leave_out(cells, attention, output, weights, gram, epsilon)
-        mass = mass + (attention * weights[..., None]).sum(3)
-        square = square + (attention.sum(-1).square() * weights).sum(3)
+        reading = _read(cells, part, scale)
+        # one row of weights a query head, which sums over queries
+        weights = part.weights.to(cells.values.dtype)[:, None, None, None]
+        cost = cost + _leave_out(cells, reading, weights, inner, gram, epsilon)
+        mass = mass + (weights @ reading.attention.flatten(4)).unflatten(-1, (-1, chunk))[..., 0, :, :]
+        square = square + (weights @ reading.of_chunks.square())[..., 0, :]
     if guard:
-        cost = torch.maximum(cost, guard * _unlike_reserve(cells, mass, square, cells.of(reserve), gram))
+        least = _unlike_reserve(cells, mass, cells.of(reserve), inner, gram)
+        cost = torch.maximum(cost, guard * (square * least).sum(2))
     return cells.spread(cost / cells.sizes)
 
 
@@ -104,8 +107,8 @@ def attention_mass(slots: Slots, asked: Asked, scale: float, *, chunk: int) -> F
     cells = _Cells(slots, chunk, torch.float32)
     total = cells.values.new_zeros(())
     for part in _tiles(asked, cells):
-        weights = part.weights.to(cells.values.dtype)[:, None, None, :, None, None]
-        total = total + (_attention(cells, part, scale)[0] * weights).sum((2, 3, 5))
+        weights = part.weights.to(cells.values.dtype)[:, None, None, None]
+        total = total + (weights @ _read(cells, part, scale).of_chunks).sum((2, 3))
     return cells.spread(total / cells.sizes)
 
 
@@ -181,102 +184,130 @@ def _tiles(asked: Asked, cells: _Cells) -> list[Asked]:
     ]
 
 
-def _attention(
-    cells: _Cells, asked: Asked, scale: float
-) -> tuple[Float[Tensor, "B H G T C c"], Float[Tensor, "B H G T Dv"]]:
-    """What each query gives to each cell, and what it reads."""
+class _Reading(NamedTuple):
+    """What each query gives to each cell and to each chunk, and what it reads."""
+
+    attention: Float[Tensor, "B H G T C c"]
+    of_chunks: Float[Tensor, "B H G T C"]
+    output: Float[Tensor, "B H G T Dv"]
+
+
+def _read(cells: _Cells, asked: Asked, scale: float) -> _Reading:
     (B, HG, T, D), H = asked.queries.shape, cells.keys.shape[1]
     rows = (asked.queries.to(cells.keys.dtype) * scale).reshape(B, H, -1, D)
     logits = (rows @ cells.keys.mT).view(B, H, HG // H, T, -1)
-    at, seen = asked.positions[:, None, None, :, None], cells.positions[:, :, None, None]
-    # padding sees everything, so that its rows, which count nothing, are finite
-    logits.masked_fill_((seen == EMPTY) | ((seen > at) & (at != EMPTY)), -torch.inf)
+    _hide(logits, cells.positions, asked.positions)
     attention = logits.softmax(-1)
     output = (attention.view(B, H, HG // H * T, -1) @ cells.values.flatten(2, 3)).view(B, H, HG // H, T, -1)
-    return attention.unflatten(-1, (-1, cells.chunk)), output
+    attention = attention.unflatten(-1, (-1, cells.chunk))
+    return _Reading(attention, _sums(attention), output)
+
+
+def _sums(cells: Float[Tensor, "*dims C c"]) -> Float[Tensor, "*dims C"]:
+    # several times as fast as sum(-1) over so few
+    return cells @ cells.new_ones(cells.shape[-1])
+
+
+def _hide(logits: Float[Tensor, "B H G T N"], positions: Int[Tensor, "B H N"], at: Int[Tensor, "B T"]) -> None:
+    """Let no query see an empty cell or what came after it, in place."""
+    logits.masked_fill_((positions == EMPTY)[:, :, None, None], -torch.inf)
+    # padding sees everything, so that its rows, which count nothing, are finite
+    reach = at.masked_fill(at == EMPTY, torch.iinfo(at.dtype).max)
+    # most cells come before every query
+    later = (positions > reach.amin()).any(0).any(0)
+    start = int(later.int().argmax()) if bool(later.any()) else len(later)
+    tail = positions[:, :, None, None, start:] > reach[:, None, None, :, None]
+    logits[..., start:].masked_fill_(tail, -torch.inf)
+
+
+def _inner(values: Float[Tensor, "B H C c Dv"], gram: Tensor | None) -> Float[Tensor, "B H S G C c c"]:
+    """Inner products of the projected values of each chunk, for every pair of query heads that `gram` has."""
+    (B, H, _, chunk, size), pairs = values.shape, (1, 1) if gram is None else gram.shape[1:3]
+    # all pairs side by side: one product a KV head, whose rows are the chunks' again
+    beside = None if gram is None else gram.permute(0, 3, 1, 2, 4).flatten(2)
+    parts = []
+    for part in values.split(max(1, _SLOT_TILE // (B * H * math.prod(pairs) * chunk * size)), 2):
+        turned = (
+            part if beside is None else (part.flatten(2, 3) @ beside).view(B, H, -1, chunk * math.prod(pairs), size)
+        )
+        parts.append((turned @ part.mT).unflatten(3, (chunk, *pairs)))
+    return torch.cat(parts, dim=2).permute(0, 1, 4, 5, 2, 3, 6).contiguous()
 
 
 def _leave_out(
-    cells: _Cells, attention: Tensor, output: Tensor, weights: Tensor, gram: Tensor | None, epsilon: float
+    cells: _Cells,
+    reading: _Reading,
+    weights: Float[Tensor, "B 1 1 1 T"],
+    inner: Tensor,
+    gram: Tensor | None,
+    eps: float,
 ) -> Float[Tensor, "B H C"]:
-    """sum over queries of weight * |W d|^2 for each chunk."""
-    mass = attention.sum(-1)
-    factor = weights.sqrt() / (1 - mass + epsilon)
+    """sum over queries and heads of weight * |W d|^2 for each chunk."""
+    mass, root = reading.of_chunks, weights.mT.sqrt()
+    factor = root / (1 - mass + eps)
     if gram is not None and gram.shape[1] > 1:
-        return _energy(cells, attention * factor[..., None], output, gram)
+        return _energy(cells, reading, factor, inner, gram)
     # where a query reads little else, the quadratic form is a small difference of large numbers: there d is worked out
     top = mass.argmax(-1, keepdim=True)
     rest = mass.scatter(-1, top, 0.0).sum(-1, keepdim=True)
     # where nothing else is seen, nothing could be read in its place
-    grown = torch.where(rest > 0, weights.sqrt() / (rest + epsilon), 0.0)
-    largest = squared(_lost(cells, attention, output, top) * grown, gram)
-    others = _energy(cells, attention * factor.scatter(-1, top, 0.0)[..., None], output, gram)
+    grown = torch.where(rest > 0, root / (rest + eps), 0.0)
+    largest = squared(_lost(cells, reading, top) * grown, gram)
+    others = _energy(cells, reading, factor.scatter(-1, top, 0.0), inner, gram)
     return others.scatter_add(-1, top.flatten(2), largest.flatten(2))
 
 
-def _lost(
-    cells: _Cells, attention: Tensor, output: Tensor, chunk: Int[Tensor, "B H G T 1"]
-) -> Float[Tensor, "B H G T Dv"]:
+def _lost(cells: _Cells, reading: _Reading, chunk: Int[Tensor, "B H G T 1"]) -> Float[Tensor, "B H G T Dv"]:
     """sum_j a_j (v_j - o) over one chunk for each query."""
     rows, heads = (torch.arange(size, device=chunk.device) for size in chunk.shape[:2])
     values = cells.values[rows[:, None, None, None], heads[:, None, None], chunk[..., 0]]
-    shares = attention.gather(4, chunk[..., None].expand(*chunk.shape, cells.chunk))
-    return ((values - output[..., None, :]) * shares[..., 0, :, None]).sum(-2)
+    shares = reading.attention.gather(4, chunk[..., None].expand(*chunk.shape, cells.chunk))
+    return ((values - reading.output[..., None, :]) * shares[..., 0, :, None]).sum(-2)
 
 
-def _energy(cells: _Cells, share: Tensor, output: Tensor, gram: Tensor | None) -> Float[Tensor, "B H C"]:
-    """sum over queries q and heads of |W sum_j share_qj (v_j - o_q)|^2 for each chunk."""
-    B, H, G, _, _, c = share.shape
-    # queries last: a chunk's shares lie together, and products with outputs need no transpose
-    rows = share.flatten(4).mT.unflatten(3, (-1, c))
-    size = max(1, _SLOT_TILE // (B * H * G * c * output.shape[-1]))
-    parts = []
-    for tile, values in zip(rows.split(size, 3), cells.values.split(size, 2), strict=True):
-        tile = tile.contiguous()
-        shifted = [_crossed(tile, output, values, s, part) for s, part in enumerate(_shifts(gram))]
-        parts.append(torch.stack(shifted).sum(0))
-    return torch.cat(parts, dim=-1)
-
-
-def _shifts(gram: Tensor | None) -> Sequence[Tensor | None]:
-    return [None] if gram is None else gram.unbind(1)
-
-
-def _crossed(
-    rows: Float[Tensor, "B H G C c T"],
-    output: Float[Tensor, "B H G T Dv"],
-    values: Float[Tensor, "B H C c Dv"],
-    shift: int,
-    gram: Float[Tensor, "H G Dv Dv"] | None,
+def _energy(
+    cells: _Cells, reading: _Reading, factor: Float[Tensor, "B H G T C"], inner: Tensor, gram: Tensor | None
 ) -> Float[Tensor, "B H C"]:
-    """Products of what query head g misses with what head g + shift of its group misses, summed over g and queries."""
-    others, read = rows.roll(-shift, 2), output.roll(-shift, 2)
-    turned, turned_output = _turned(values[:, :, None], gram), _turned(output, gram)
-    sums, other_sums = rows.sum(-2), others.sum(-2)
-    among = ((rows @ others.mT) * (turned @ values[:, :, None].mT)).sum((2, 4, 5))
-    toward = ((rows * other_sums[..., None, :]).flatten(3, 4) @ read).unflatten(3, rows.shape[3:5])
-    lengths = (turned_output * read).sum(-1)
-    return among - 2 * (toward * turned).sum((2, 4, 5)) + (sums * other_sums * lengths[..., None, :]).sum((2, 4))
+    """sum over queries q of |sum over heads and j of W factor_q a_qj (v_j - o_q)|^2 for each chunk.
+
+    Where `gram` has no shifts, heads are added up behind the square.
+    """
+    share, sums = reading.attention * factor[..., None], reading.of_chunks * factor
+    # queries last: then the shares of a chunk are the rows of a matrix
+    rows = share.flatten(4).mT.contiguous().unflatten(3, (-1, cells.chunk))
+    total = share.new_zeros(())
+    for shift in range(inner.shape[2]):
+        others, read = rows.roll(-shift, 2), reading.output.roll(-shift, 2)
+        turned = read if gram is None else read @ gram[:, shift].mT
+        among = ((rows @ others.mT) * inner[:, :, shift]).sum((2, 4, 5))
+        toward = _sums(share * _products(turned, cells))
+        lengths = (turned * reading.output).sum(-1, keepdim=True)
+        total = total + among + (sums.roll(-shift, 2) * (sums * lengths - 2 * toward)).sum((2, 3))
+    return total
 
 
-def _turned(vectors: Tensor, gram: Tensor | None) -> Tensor:
-    """Vectors `[B, H, 1 or G, ..., Dv]` of every query head, times its W^T W."""
-    if gram is None:
-        return vectors
-    flat = vectors.flatten(3, -2) if vectors.ndim > 4 else vectors
-    return (flat @ gram).unflatten(3, vectors.shape[3:-1])
+def _products(vectors: Float[Tensor, "B H G T Dv"], cells: _Cells) -> Float[Tensor, "B H G T C c"]:
+    """Inner products with every cell's value; the heads of a group read the same values."""
+    products = vectors.flatten(2, 3) @ cells.values.flatten(2, 3).mT
+    return products.unflatten(2, vectors.shape[2:4]).unflatten(-1, (-1, cells.chunk))
 
 
 def _unlike_reserve(
-    cells: _Cells, mass: Tensor, square: Tensor, reserve: Bool[Tensor, "B H C c"], gram: Tensor | None
-) -> Float[Tensor, "B H C"]:
-    """Each chunk's squared attention `[B, H, G, C]` times |W x|^2, x from what the reserve says to what it says.
+    cells: _Cells,
+    mass: Float[Tensor, "B H G C c"],
+    reserve: Bool[Tensor, "B H C c"],
+    inner: Tensor,
+    gram: Tensor | None,
+) -> Float[Tensor, "B H G C"]:
+    """|W x|^2 for each chunk, x from what the reserve says to what the chunk says.
 
-    What tokens say is the mean of their values by `mass` `[B, H, G, C, c]`, the attention each receives in all.
+    What tokens say is the mean of their values by `mass`, the attention that each receives in all.
     """
     least = torch.finfo(mass.dtype).tiny
     shares = mass / mass.sum(-1, keepdim=True).clamp(min=least)
-    says = (shares[..., None] * cells.values[:, :, None]).sum(-2)
     kept = mass.masked_fill(~reserve[:, :, None], 0.0).flatten(3)
-    anchor = (kept / kept.sum(-1, keepdim=True).clamp(min=least))[..., None, :] @ cells.values.flatten(2, 3)[:, :, None]
-    return (square * squared(says - anchor, gram)).sum(2)
+    anchor = (kept / kept.sum(-1, keepdim=True).clamp(min=least)) @ cells.values.flatten(2, 3)
+    turned = anchor[..., None, :] if gram is None else anchor[..., None, :] @ gram[:, 0]
+    own = (shares[..., None] * shares[..., None, :] * inner[:, :, 0]).sum((-1, -2))
+    toward = (shares * _products(turned, cells)[:, :, :, 0]).sum(-1)
+    return (own - 2 * toward + (turned[..., 0, :] * anchor).sum(-1, keepdim=True)).clamp(min=0.0)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .base import Look, Observation, Policy
+from .base import Futures, Look, Observation, Policy
 from .deletion import Asked, attention_mass, deletion_cost, own_loss, squared
 
 OBJECTIVES = ("projected", "unprojected", "joint", "mass", "response")
@@ -87,7 +87,7 @@ class LoreKV(Policy):
 
     def track(self, seen: Observation) -> None:
         if seen.held and self.look is not None:
-            # one pass will do for the window and the futures
+            # one pass will do for the window, the futures, and what of them stays
             return
         with torch.autocast(seen.slots.keys.device.type, enabled=False):
             if seen.num_new == 1 and not seen.ahead:
@@ -106,9 +106,9 @@ class LoreKV(Policy):
             fresh = torch.ones_like(fresh)
             window = window._replace(weights=torch.where(futures.weights.any(1, keepdim=True), 0, window.weights))
         end = window.positions.amax(1)
-        asked = window if futures is None else _joined(window, futures.queries, futures.weights * self.weight, end)
+        asked = window if futures is None else _joined(window, futures, self.weight)
         cost = self._cost(seen, asked, end)
-        side, known = seen.slots.side("lorekv"), seen.slots.positions <= end[:, None, None]
+        side, known = seen.slots.side("lorekv"), seen.slots.positions <= asked.positions.amax(1)[:, None, None]
         side.copy_(torch.where(known, side * (1 - fresh) + cost, side))
 
     def _cost(self, seen: Observation, asked: Asked, end: Int[Tensor, " B"]) -> Float[Tensor, "B H N"]:
@@ -152,12 +152,14 @@ class LoreKV(Policy):
         return Asked(queries, at, (at >= 0) / full)
 
 
-def _joined(window: Asked, queries: Tensor, weights: Tensor, end: Int[Tensor, " B"]) -> Asked:
-    """The window's queries, and those of the futures, which see the prompt."""
+def _joined(window: Asked, futures: Futures, weight: float) -> Asked:
+    """The window's queries and those of the futures."""
+    end = window.positions.amax(1, keepdim=True)
+    at = end.expand_as(futures.weights) if futures.positions is None else futures.positions
     return Asked(
-        torch.cat([window.queries, queries], 2),
-        torch.cat([window.positions, end[:, None].expand_as(weights)], 1),
-        torch.cat([window.weights, weights], 1),
+        torch.cat([window.queries, futures.queries], 2),
+        torch.cat([window.positions, at], 1),
+        torch.cat([window.weights, futures.weights * weight], 1),
     )
 
 

@@ -1,0 +1,119 @@
+"""What looking ahead costs: rows of the time it adds to reading a prompt, and of the bytes it takes meanwhile.
+
+    python benchmarks/lorekv_cost.py --out results/lorekv
+
+Embedded model, bf16, one thread, prompts of the bundled novels. In every round each policy reads the prompt once, in
+turns. Time is the processor time of this process, which others on the machine change less than the clock on the wall.
+A kept look-ahead is compared with an answer as long under the full cache.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import kvkeep
+from kvkeep import KVCache
+from kvkeep.branches import Branches
+from kvkeep.evaluate.rows import Row, manifest, write_rows
+from kvkeep.evaluate.speed import median_interval
+from kvkeep.evaluate.tasks import demo_document
+from kvkeep.policies import make_policy
+
+PLAIN = "streaming"
+ARMS = ("snapkv", "lorekv(futures=0)", "lorekv(futures=1)", "lorekv", "lorekv(steps=32)", "lorekv(objective=mass)")
+KEPT = "lorekv(kept=True)"
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def one_round(model: Any, prompt: torch.Tensor, budget: int) -> dict[str, float]:
+    """Seconds of the plain prompt and of each arm, and what a kept look-ahead adds, over the plain prompt's."""
+
+    def read(policy: str) -> float:
+        return seconds(lambda: kvkeep.prefill(model, prompt, KVCache(model, policy=policy, budget=budget)))
+
+    def answer(policy: str, limit: int | None) -> float:
+        cache, length = KVCache(model, policy=policy, budget=limit), make_policy(KEPT).steps + 1
+        options = {"max_new_tokens": length, "do_sample": False}
+        return seconds(lambda: kvkeep.generate(model, prompt, cache=cache, **options))
+
+    plain = read(PLAIN)
+    added = {arm: (read(arm) - plain) / plain for arm in ARMS}
+    return {"plain": plain, **added, KEPT: (answer(KEPT, budget) - answer(PLAIN, None)) / plain}
+
+
+def look_ahead_bytes(model: Any, prompt: torch.Tensor, policy: str, budget: int) -> dict[str, int]:
+    """Measured bytes of what the futures hold beside the prompt, in all layers, and of the prompt's own slots."""
+    found: dict[str, int] = {"own": 0, "queries": 0, "prompt": 0}
+    made: list[Branches] = []
+
+    class Watched(Branches):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    kvkeep.lookahead.Branches, before = Watched, kvkeep.lookahead.Branches
+    cache = KVCache(model, policy=policy, budget=budget)
+    try:
+        kvkeep.prefill(model, prompt, cache)
+    finally:
+        kvkeep.lookahead.Branches = before
+    for layer in made[0].layers if made else ():
+        arrays = {name: array for name, array in vars(layer).items() if isinstance(array, torch.Tensor)}
+        found["queries"] += arrays.pop("queries").untyped_storage().nbytes()
+        found["own"] += sum(array.untyped_storage().nbytes() for array in arrays.values())
+    slots = [layer.slots for layer in cache.managed if layer.slots is not None]
+    found["prompt"] = sum(prompt.shape[1] * (s.keys[:, :, 0].nbytes + s.values[:, :, 0].nbytes) for s in slots)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--budget", type=int, default=128)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = kvkeep.load("smollm2")
+    text, _ = demo_document(options.tokens + 64, lambda text: len(tokenizer(text).input_ids), 0)
+    prompt = tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens]
+    rounds = [one_round(model, prompt, options.budget) for _ in range(options.rounds + 1)][1:]
+    common = {"length": options.tokens, "budget": str(options.budget), **manifest("smollm2", dtype="bfloat16")}
+    plain = median(measured["plain"] for measured in rounds)
+    rows = []
+    for arm in (*ARMS, KEPT):
+        shares = [measured[arm] for measured in rounds]
+        low, high = median_interval(shares)
+        rows.append(
+            Row(
+                metric="time_added_to_the_prompt",
+                value=median(shares),
+                low=low,
+                high=high,
+                interval="bootstrap",
+                n=len(shares),
+                policy=arm,
+                extra={"plain_prompt_s": plain, "clock": "process"},
+                **common,
+            )
+        )
+        print(f"{arm}: adds {rows[-1].value:.1%} [{low:.1%}, {high:.1%}] to {plain:.1f} s")
+    for arm in ("lorekv", "lorekv(futures=1)", "lorekv(steps=32)"):
+        held = look_ahead_bytes(model, prompt, arm, options.budget)
+        rows.append(Row(metric="look_ahead_bytes", value=held["own"], n=1, policy=arm, extra=held, **common))
+        print(f"{arm}: {held['own']} bytes of keys and values beside {held['prompt']}, {held['queries']} of queries")
+    write_rows(options.out / "rows.jsonl", rows)
+
+
+if __name__ == "__main__":
+    main()
