@@ -16,7 +16,8 @@ for policy in ("kvp", "knorm", "streaming"):
     print(f"{policy}: {tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)}")
 
 policy = KVP()
-print(f"trained for {policy.file.fingerprint['type']}, {policy.file.architecture['num_agents']} agents of one head each")
+num_agents = policy.file.architecture["num_agents"]
+print(f"trained for {policy.file.fingerprint['type']}, {num_agents} agents of one head each")
 
 # weights travel as a folder of safetensors and JSON; `kvkeep train kvp` makes such a folder for another model
 with TemporaryDirectory() as folder:
