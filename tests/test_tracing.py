@@ -193,7 +193,8 @@ def test_torchrun_shares_the_prompts_between_two_processes(tmp_path, data, folde
     assert done.returncode == 0, done.stderr
     [line] = done.stdout.splitlines()
     told = json.loads(line)
-    assert (told["prompts"], told["left"], told["recorded_now"]) == (5, 5, 3)
+    # the other process may have been faster, so that fewer were left to look at
+    assert (told["prompts"], told["recorded_now"]) == (5, 3) and 3 <= told["left"] <= 5
     assert len(Traces(out)) == 5
 
 
