@@ -231,6 +231,13 @@ def test_sampled_tokens_follow_the_models_distribution():
     assert torch.allclose(step.entropy, torch.distributions.Categorical(logits=logits).entropy().expand(40_000))
 
 
+def test_what_cannot_come_is_never_drawn():
+    logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0, -torch.inf]]).expand(4, -1)
+    step = draw(logits, torch.tensor([0.0, 0.4999, 0.5, 1 - 2**-24]))
+    assert step.tokens.tolist() == [1, 1, 3, 3]
+    assert step.entropy.tolist() == pytest.approx([0.6931472] * 4)
+
+
 def test_the_callers_random_numbers_are_untouched_and_the_same_seed_looks_at_the_same(tiny):
     model, prompt = tiny("llama"), tokens(90)
     torch.manual_seed(1)
