@@ -56,15 +56,17 @@ def make_policy(policy: "str | Policy", **options: Any) -> Policy:
     name, written = parse(policy)
     kind = _kind(name)
     known = {field.name: field.default for field in fields(kind)}
+    chosen = {}
     for option, value in [*written.items(), *options.items()]:
         if option not in known:
             hint = nearest(option, known) if known else "it has none"
             raise ValueError(f"unknown option {option!r} of policy {name!r}; {hint}")
-        if option in written and option in options:
+        if option in chosen:
             raise ValueError(f"option {option!r} is given twice: in {policy!r} and beside it")
         if not _alike(value, known[option]):
             raise ValueError(f"option {option!r} of policy {name!r} is like {known[option]!r}, got {value!r}")
-    return kind(**written, **options)
+        chosen[option] = float(value) if isinstance(known[option], float) else value
+    return kind(**chosen)
 
 
 def spelled(policy: str) -> str:
