@@ -339,6 +339,11 @@ class KVLayer(CacheLayerMixin):
         futures = futures._replace(weights=futures.weights * self._over_budget())
         self.plan.policy.track(replace(self._remembered, ahead=True, futures=futures))
 
+    def foresee_as(self, other: "KVLayer") -> None:
+        """Know of the future what a layer with the same policy and the same prompt knows."""
+        for name in self._slots.side_names if self.awaits_future else ():
+            self._slots.side(name).copy_(other._slots.side(name))
+
     def finish_answer(self) -> None:
         """The answer's tokens so far are the future."""
         if self._answer is None:

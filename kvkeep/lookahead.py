@@ -48,8 +48,7 @@ def look_ahead(cache: KVCache | CacheGroup, prompt: Prompt, read: Read, ends: Co
         sampled, start = _sample(cache, job, prompt, read, ends), 0
         for root, viewers in zip(job.roots, job.viewers, strict=True):
             rows = slice(start, start + len(root.places))
-            for viewer in viewers:
-                _show(viewer, sampled, rows)
+            _show_all(viewers, sampled, rows)
             start = rows.stop
     for member in _members(cache):
         for layer in member.managed if _waits(member) else ():
@@ -151,6 +150,19 @@ def draw(logits: Float[Tensor, "R V"], uniform: Float[Tensor, " R"] | None) -> S
         tokens = drawn.clamp(max=logits.shape[-1] - 1)
     entropy = torch.special.entr(logs.exp()).sum(-1)
     return Step(tokens, logs.gather(1, tokens[:, None])[:, 0] + entropy, entropy)
+
+
+def _show_all(viewers: Sequence[KVCache], sampled: _Sampled, rows: slice) -> None:
+    """Show every cache the futures `rows`; what one policy finds is found once, whatever the budgets."""
+    first: dict[Any, KVCache] = {}
+    for viewer in viewers:
+        layers = tuple(layer.index for layer in viewer.managed if layer.awaits_future)
+        other = first.setdefault((viewer.policy, layers), viewer)
+        if other is viewer:
+            _show(viewer, sampled, rows)
+            continue
+        for layer, known in zip(viewer.managed, other.managed, strict=True):
+            layer.foresee_as(known)
 
 
 def _show(member: KVCache, sampled: _Sampled, rows: slice) -> None:

@@ -386,6 +386,18 @@ def test_a_sequence_within_its_budget_is_judged_in_a_batch_as_it_is_alone(tiny):
         assert torch.allclose(worth[0][0], worth[1][0][there].view(2, 30), rtol=1e-3, atol=1e-6)
 
 
+def test_one_policy_at_several_budgets_judges_the_prompt_once(tiny, monkeypatch):
+    model, judged, judge = tiny("llama"), [], LoreKV._judge
+    monkeypatch.setattr(LoreKV, "_judge", lambda self, seen: (judged.append(seen.layer), judge(self, seen))[1])
+    arms = [cache_for(model, budget) for budget in (30, 40, 50)]
+    answer_together(model, arms, tokens(120), tokens(0), max_new_tokens=1)
+    assert judged == [0, 1, 2]
+    for arm, budget in zip(arms, (30, 40, 50), strict=True):
+        alone = cache_for(model, budget)
+        kvkeep.prefill(model, tokens(120), alone)
+        assert same(arm, alone)
+
+
 @pytest.mark.parametrize("family", ("llama", "gemma3"))
 def test_arms_of_a_ladder_share_one_look_ahead_and_answer_as_they_do_alone(tiny, family):
     model, prompt, follow_up = tiny(family), tokens(120), tokens(9, 1)
