@@ -292,13 +292,17 @@ def _after_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
         return
     input_ids = kwargs.get("input_ids", args[0] if args else None)
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    logits = output.logits if hasattr(output, "logits") else output[0]
+    if not hasattr(output, "logits"):
+        raise RuntimeError(
+            f"looking ahead needs the logits of {type(model).__name__}: attach the model that has them, and leave "
+            "return_dict as it is"
+        )
 
     def read(tokens: Tensor, positions: Tensor, branches: Branches) -> Tensor:
         inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": branches.mask(mask)}
         return model(**inputs, logits_to_keep=1, **{cache_argument(model): branches}).logits[:, -1]
 
-    prompt = Prompt(logits[:, -1], _hidden_end(input_ids, mask))
+    prompt = Prompt(output.logits[:, -1], _hidden_end(input_ids, mask))
     look_ahead(cache, prompt, read, _ends(model))
 
 
@@ -318,7 +322,7 @@ def _hidden_end(input_ids: Int[Tensor, "B T"] | None, mask: Int[Tensor, "B S"] |
 
 def _ends(model: PreTrainedModel) -> set[int]:
     """Tokens that end what the model writes."""
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return set(ends if isinstance(ends, list) else [ends]) - {None}
 
 

@@ -142,6 +142,12 @@ def test_a_part_of_the_model_cannot_look_ahead_and_that_is_said(tiny):
             model.model(tokens(1), **{kvkeep.cache_argument(model): cache})
 
 
+def test_a_model_without_logits_is_refused(tiny):
+    model, cache = tiny("llama").model, cache_for(tiny("llama"))
+    with torch.no_grad(), kvkeep.attach(model), pytest.raises(RuntimeError, match="needs the logits of LlamaModel"):
+        model(tokens(90), **{kvkeep.cache_argument(model): cache})
+
+
 def test_without_futures_the_window_alone_decides(tiny):
     model = tiny("llama")
     alone, weightless = cache_for(model, futures=0), cache_for(model, weight=0.0)

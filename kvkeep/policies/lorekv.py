@@ -101,7 +101,7 @@ class LoreKV(Policy):
     def _judge(self, seen: Observation) -> None:
         """The worth of all tokens up to the newest query; what older queries found fades as the window moves on."""
         window, futures = self._window(seen), seen.futures
-        fresh = (window.weights.sum(1))[:, None, None]
+        fresh = window.weights.sum(1)[:, None, None]
         if futures is not None and self.objective == "response":
             fresh = torch.ones_like(fresh)
             window = window._replace(weights=torch.where(futures.weights.any(1, keepdim=True), 0, window.weights))
