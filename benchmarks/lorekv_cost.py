@@ -87,10 +87,15 @@ def main() -> None:
     model, tokenizer = kvkeep.load("smollm2")
     text, _ = demo_document(options.tokens + 64, lambda text: len(tokenizer(text).input_ids), 0)
     prompt = tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens]
-    rounds = [one_round(model, prompt, options.budget) for _ in range(options.rounds + 1)][1:]
     common = {"length": options.tokens, "budget": str(options.budget), **manifest("smollm2", dtype="bfloat16")}
-    plain = median(measured["plain"] for measured in rounds)
     rows = []
+    for arm in ("lorekv(futures=1)", "lorekv", "lorekv(steps=32)"):
+        held = look_ahead_bytes(model, prompt, arm, options.budget)
+        rows.append(Row(metric="look_ahead_bytes", value=held["own"], n=1, policy=arm, extra=held, **common))
+        print(f"{arm}: {held['own']} bytes of keys and values beside {held['prompt']}, {held['queries']} of queries")
+    write_rows(options.out / "rows.jsonl", rows)
+    rounds = [one_round(model, prompt, options.budget) for _ in range(options.rounds)]
+    plain = median(measured["plain"] for measured in rounds)
     for arm in (*ARMS, KEPT):
         shares = [measured[arm] for measured in rounds]
         low, high = median_interval(shares)
@@ -108,10 +113,6 @@ def main() -> None:
             )
         )
         print(f"{arm}: adds {rows[-1].value:.1%} [{low:.1%}, {high:.1%}] to {plain:.1f} s")
-    for arm in ("lorekv", "lorekv(futures=1)", "lorekv(steps=32)"):
-        held = look_ahead_bytes(model, prompt, arm, options.budget)
-        rows.append(Row(metric="look_ahead_bytes", value=held["own"], n=1, policy=arm, extra=held, **common))
-        print(f"{arm}: {held['own']} bytes of keys and values beside {held['prompt']}, {held['queries']} of queries")
     write_rows(options.out / "rows.jsonl", rows)
 
 
