@@ -5,16 +5,16 @@ P sequences, M continuations of each, H KV heads, G query heads per KV head, T t
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from .attention import attend_shared
 from .cache import KVCache
-from .layer import KVLayer
+from .layer import AttendingLayer, KVLayer
 from .slots import EMPTY
 
 
@@ -71,10 +71,8 @@ class Branches(Cache):
         return held.queries[:, :, : held.read].unflatten(0, (-1, self.num))
 
 
-class _BranchLayer(CacheLayerMixin):
+class _BranchLayer(AttendingLayer):
     """The own tokens of every continuation in one full-attention layer, beside the layers whose slots they share."""
-
-    is_sliding = False
 
     def __init__(self, stems: list[tuple[KVLayer, Stem]], num: int, room: int, hides_last: bool):
         super().__init__()
@@ -86,11 +84,7 @@ class _BranchLayer(CacheLayerMixin):
             return like.new_zeros(*like.shape[:2], self._room, like.shape[3])
 
         self._keys, self._values = empty(key_states), empty(value_states)
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        key_states._kvkeep_layer = self  # type: ignore[attr-defined]
-        return key_states, value_states
+        super().lazy_initialization(key_states, value_states)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         """Append one token a row, and attend over what its stem holds and its own tokens."""
@@ -122,9 +116,6 @@ class _BranchLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + int(query_length), 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def _window(layer: DynamicSlidingWindowLayer, places: Int[Tensor, " R"]) -> DynamicSlidingWindowLayer:

@@ -4,7 +4,6 @@ B sequences, S prompt tokens, T answer tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -17,12 +16,11 @@ from transformers.cache_utils import Cache
 from .cache import KVCache
 from .chat import prompt_ids
 from .evaluate.rows import Row, summarise
+from .evaluate.run import policies_for
 from .evaluate.speed import STOCK, Arm, Prompt, decode, held_bytes, median_interval
 from .evaluate.tasks import Fact, demo_document
-from .fingerprint import fingerprint
 from .group import CacheGroup
 from .model import attach, cache_argument
-from .policies import make_policy
 
 ARMS = tuple(
     Arm(policy=policy, budget=budget)
@@ -47,15 +45,8 @@ def plant(tokenizer: Any, num_tokens: int, seed: int) -> tuple[str, list[Fact]]:
 
 def arms_for(model: PreTrainedModel) -> list[Arm]:
     """The arms of the demo without those whose policy was trained for another model."""
-    layers = [layer.index for layer in KVCache(model).managed]
-
-    def serves(arm: Arm) -> bool:
-        with suppress(ValueError):
-            make_policy(arm.policy).check(fingerprint(model.config), layers)
-            return True
-        return False
-
-    return [arm for arm in ARMS if serves(arm)]
+    runnable = policies_for(model)
+    return [arm for arm in ARMS if arm.policy in runnable]
 
 
 def ask(

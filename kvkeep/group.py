@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from .attention import attend
 from .cache import KVCache
-from .layer import KVLayer, Plan
+from .layer import AttendingLayer, KVLayer, Plan
 
 
 class CacheGroup(Cache):
@@ -85,22 +84,16 @@ def _window(layer: DynamicSlidingWindowLayer, rows: Sequence[int]) -> DynamicSli
     return window
 
 
-class _GroupLayer(CacheLayerMixin):
-    is_sliding = False
-
+class _GroupLayer(AttendingLayer):
     def __init__(self, layers: list[KVLayer], plan: Plan):
         super().__init__()
         self.layers, self.plan = layers, plan
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("members initialize themselves")
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.plan.attached:
             raise RuntimeError("a CacheGroup needs kvkeep.attach(model)")
-        key_states._kvkeep_layer = self  # type: ignore[attr-defined]
-        return key_states, value_states
+        return super().update(key_states, value_states)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         if keys.shape[0] == 1:
@@ -133,9 +126,6 @@ class _GroupLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.layers[0].get_mask_sizes(query_length)
 
-    def get_max_length(self) -> int:
-        return -1
-
 
 def _attend_alone(
     layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float
@@ -145,10 +135,6 @@ def _attend_alone(
     A batch has other last bits than a batch of one, so the stock cache's slower call would gain nothing here.
     """
     seen = layer.take(queries, keys, values, valid, scale)
-    slots = seen.slots
-    assert seen.query_positions is not None
-    output = attend(
-        queries, slots.keys, slots.values, slots.positions, seen.query_positions, scale, has_empty=layer.has_empty
-    )
+    output = layer.read(queries, seen, scale, stock=False)
     layer.settle(seen)
     return output

@@ -110,10 +110,36 @@ class _Undo(NamedTuple):
     fresh: int
 
 
-class KVLayer(CacheLayerMixin):
-    """One full-attention layer's slots under the plan's policy and budget."""
+class AttendingLayer(CacheLayerMixin):
+    """A cache layer that attends itself: `update` stores nothing and leaves that to `attend`."""
 
     is_sliding = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        # the attention function finds its layer on the keys it is handed, without globals
+        key_states._kvkeep_layer = self  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def attend(
+        self,
+        queries: Float[Tensor, "B HG T D"],
+        keys: Float[Tensor, "B H T D"],
+        values: Float[Tensor, "B H T Dv"],
+        valid: Bool[Tensor, "B T"] | None,
+        scale: float,
+    ) -> Float[Tensor, "B HG T Dv"]:
+        """Take T new tokens and attend; `valid` is False where one is padding, None when none is."""
+        raise NotImplementedError
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class KVLayer(AttendingLayer):
+    """One full-attention layer's slots under the plan's policy and budget."""
 
     def __init__(self, plan: Plan, index: int, order: int):
         super().__init__()
@@ -152,11 +178,9 @@ class KVLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new keys and values; what is returned is what attention must read."""
         if self.plan.attached:
-            # the attention function finds its layer on the keys it is handed, without globals
-            key_states._kvkeep_layer = self  # type: ignore[attr-defined]
             self._refuse_unread()
             self._awaited = True
-            return key_states, value_states
+            return super().update(key_states, value_states)
         self._check_unattached(key_states)
         query_positions = self._append(key_states, value_states, None)
         keys, values = self._slots.keys, self._slots.values
@@ -172,9 +196,6 @@ class KVLayer(CacheLayerMixin):
         """Slots attention will read, and the position the first of them stands for in a mask without gaps."""
         kept = self.slots.kept if self.slots is not None else 0
         return kept + int(query_length), self.seen - kept
-
-    def get_max_length(self) -> int:
-        return -1
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -261,11 +282,7 @@ class KVLayer(CacheLayerMixin):
         valid: Bool[Tensor, "B T"] | None,
         scale: float,
     ) -> Float[Tensor, "B HG T Dv"]:
-        """Append T tokens, attend over everything held, then evict down to the budget.
-
-        Args:
-            valid: False where a new token is padding; None when none is.
-        """
+        """Append T tokens, attend over everything held, then evict down to the budget."""
         if self.record_past and keys.shape[2] > 1:
             return self._attend_drafts(queries, keys, values, valid, scale)
         if self.record_past:
@@ -282,8 +299,15 @@ class KVLayer(CacheLayerMixin):
         query_positions = self._append(keys, values, valid)
         return self._observe(queries.detach(), query_positions, keys.shape[2], scale)
 
-    def read(self, queries: Float[Tensor, "B HG T D"], seen: Observation, scale: float) -> Float[Tensor, "B HG T Dv"]:
-        """Attention of the new tokens over everything held."""
+    def read(
+        self, queries: Float[Tensor, "B HG T D"], seen: Observation, scale: float, *, stock: bool = True
+    ) -> Float[Tensor, "B HG T Dv"]:
+        """Attention of the new tokens over everything held.
+
+        Args:
+            stock: while nothing was evicted, make the stock cache's own call, to the last bit; else always the faster
+                kernels.
+        """
         slots = seen.slots
         assert seen.query_positions is not None
         return attend(
@@ -294,7 +318,7 @@ class KVLayer(CacheLayerMixin):
             seen.query_positions,
             scale,
             has_empty=self.has_empty,
-            whole=slots.length == self.seen,
+            whole=stock and slots.length == self.seen,
         )
 
     def settle(self, seen: Observation) -> None:

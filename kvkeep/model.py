@@ -1,6 +1,7 @@
 """Running a model through a KVCache: the attention registered with transformers, attach, prefill and generate.
 
-B sequences, H KV heads, G query heads per KV head, T new tokens, S tokens seen, D head size.
+B sequences, H KV heads, G query heads per KV head, T new tokens, S tokens seen, D head size,
+V tokens of the vocabulary.
 """
 
 import inspect
@@ -11,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -257,6 +258,11 @@ def generate(
     return output
 
 
+def next_logits(model: PreTrainedModel, cache: Cache, **inputs: Any) -> Float[Tensor, "B V"]:
+    """Logits behind the last of the tokens that `inputs` name, read through `cache`."""
+    return model(**inputs, logits_to_keep=1, **{cache_argument(model): cache}).logits[:, -1]
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """What this transformers release calls the cache: "cache", or "past_key_values" before 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -300,10 +306,10 @@ def _after_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
 
     def read(tokens: Tensor, positions: Tensor, branches: Branches) -> Tensor:
         inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": branches.mask(mask)}
-        return model(**inputs, logits_to_keep=1, **{cache_argument(model): branches}).logits[:, -1]
+        return next_logits(model, branches, **inputs)
 
     prompt = Prompt(output.logits[:, -1], _hidden_end(input_ids, mask))
-    look_ahead(cache, prompt, read, _ends(model))
+    look_ahead(cache, prompt, read, end_tokens(model))
 
 
 def _our_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | CacheGroup | None:
@@ -320,7 +326,7 @@ def _hidden_end(input_ids: Int[Tensor, "B T"] | None, mask: Int[Tensor, "B S"] |
     return input_ids.gather(1, last)[:, 0]
 
 
-def _ends(model: PreTrainedModel) -> set[int]:
+def end_tokens(model: PreTrainedModel) -> set[int]:
     """Tokens that end what the model writes."""
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return set(ends if isinstance(ends, list) else [ends]) - {None}

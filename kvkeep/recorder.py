@@ -14,16 +14,15 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from .attention import attend
 from .budget import Budget
 from .cache import KVCache
 from .fingerprint import num_kv_heads
 from .future import Importance, future_importance
 from .group import CacheGroup
-from .layer import KVLayer
-from .model import attach, cache_argument
+from .layer import AttendingLayer, KVLayer
+from .model import attach, next_logits
 from .policies import make_policy, spelled
 from .trace import Trace
 
@@ -189,9 +188,7 @@ class Recorder:
         return torch.stack([array[0, self.heads] for array in arrays]).cpu()
 
     def _forward(self, token_ids: Int[Tensor, "1 T"], cache: Cache) -> Float[Tensor, "1 V"]:
-        """Logits behind the last token."""
-        token_ids = token_ids.to(self.model.device)
-        return self.model(input_ids=token_ids, logits_to_keep=1, **{cache_argument(self.model): cache}).logits[:, -1]
+        return next_logits(self.model, cache, input_ids=token_ids.to(self.model.device))
 
 
 class _Future(NamedTuple):
@@ -212,9 +209,7 @@ class _Tape(Cache):
         super().__init__(layers=layers)
 
 
-class _TapeLayer(CacheLayerMixin):
-    is_sliding = False
-
+class _TapeLayer(AttendingLayer):
     def __init__(self, layer: KVLayer):
         super().__init__()
         self.layer = layer
@@ -222,21 +217,12 @@ class _TapeLayer(CacheLayerMixin):
         self.scale = 0.0
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("the layer below holds the prompt already")
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        key_states._kvkeep_layer = self  # type: ignore[attr-defined]
-        return key_states, value_states
-
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         seen = self.layer.take(queries, keys, values, valid, scale)
         self.queries.append(queries)
         self.scale = scale
-        slots = seen.slots
-        assert seen.query_positions is not None
-        # not the stock cache's call, which is much slower for a single token; nothing is evicted, so nothing settles
-        return attend(queries, slots.keys, slots.values, slots.positions, seen.query_positions, scale, has_empty=False)
+        # nothing is evicted, so nothing settles
+        return self.layer.read(queries, seen, scale, stock=False)
 
     def importance(self, num_tokens: int, heads: Sequence[int]) -> Importance:
         """Of the first `num_tokens` tokens for all queries remembered: `[H, n]` of the KV heads named."""
@@ -251,9 +237,6 @@ class _TapeLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.layer.get_mask_sizes(query_length)
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def _chosen(kind: str, wanted: Sequence[int] | None, there: Sequence[int]) -> list[int]:

@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from ..cache import KVCache
 from ..group import CacheGroup
-from ..model import attach, cache_argument
+from ..model import attach, next_logits
 
 
 class Answer(NamedTuple):
@@ -58,7 +57,7 @@ def answer_together(
         held = [(member.report().kept, member.report().bytes, _stock_bytes(member)) for member in members]
         rows = len(members)
         if follow_up.shape[1]:
-            logits = _forward(model, follow_up.expand(rows, -1), group)
+            logits = next_logits(model, group, input_ids=follow_up.expand(rows, -1))
         answers = _decode(model, group, logits.expand(rows, -1), max_new_tokens, ends)
     return [Answer(tokens, *sizes) for tokens, sizes in zip(answers, held, strict=True)]
 
@@ -69,11 +68,11 @@ def _read_prompt(
     """Logits after the prompt, which every member has compressed; what `kvkeep.prefill` does, for all at once."""
     oracles = [row for row, member in enumerate(group.members) if _needs_future(member)]
     if not oracles:
-        return _forward(model, prompt, group)
+        return next_logits(model, group, input_ids=prompt)
     if future is None:
         raise ValueError("the oracle needs the future: pass future=, the tokens that will follow")
     _hold(group, oracles, True)
-    logits = _forward(model, prompt, group)
+    logits = next_logits(model, group, input_ids=prompt)
     _look_ahead(model, group.select(oracles), future)
     _hold(group, oracles, False)
     return logits
@@ -96,7 +95,7 @@ def _look_ahead(model: PreTrainedModel, group: CacheGroup, future: Int[Tensor, "
     plans = [member.plan for member in group.members]
     for plan in plans:
         plan.ahead = True
-    _forward(model, future, group)
+    next_logits(model, group, input_ids=future)
     for plan in plans:
         plan.ahead = False
     for layer in (layer for member in group.members for layer in member.managed):
@@ -124,13 +123,8 @@ def _decode(
             answers[row].append(token)
         if step == max_new_tokens:
             break
-        logits = _forward(model, tokens[:, None], group)
+        logits = next_logits(model, group, input_ids=tokens[:, None])
     return answers
-
-
-def _forward(model: PreTrainedModel, input_ids: Int[Tensor, "B T"], cache: Cache) -> Float[Tensor, "B V"]:
-    """Logits of the last token."""
-    return model(input_ids=input_ids, logits_to_keep=1, **{cache_argument(model): cache}).logits[:, -1]
 
 
 def _stock_bytes(member: KVCache) -> int:

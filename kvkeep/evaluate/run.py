@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from .. import __version__
 from ..budget import Budget
 from ..cache import KVCache
+from ..model import end_tokens as model_ends
 from ..names import nearest
 from ..policies import POLICIES, make_policy, parse, spelled
 from .answers import answer_together
@@ -233,9 +234,8 @@ def _warn_if_too_long(model: PreTrainedModel, length: int) -> None:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Tokens that end an answer."""
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    return {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    """Tokens that end an answer: the model's own and the tokenizer's."""
+    return (model_ends(model) | {tokenizer.eos_token_id}) - {None}
 
 
 def _key(named: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
