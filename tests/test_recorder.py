@@ -100,7 +100,7 @@ def test_the_prompt_is_read_once_for_all_futures(tiny, monkeypatch):
         return forward(*args, input_ids=input_ids, **kwargs)
 
     monkeypatch.setattr(model, "forward", counted)
-    monkeypatch.setattr("kvkeep.recorder.cache_argument", lambda _: cache_argument(tiny("qwen3")))
+    monkeypatch.setattr("kvkeep.model.cache_argument", lambda _: cache_argument(tiny("qwen3")))
     Recorder(model, policies=["tova", "h2o"]).record(prompt(GIVEN, GREEDY, BOTH))
     assert lengths == [N, 9, *[1] * 6, 4, *[1] * 5]
 
