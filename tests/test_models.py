@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeep.models import EMBEDDED, GGUF_SHA256, Loaded, _once, load, models
+from kvkeep.models import EMBEDDED, GGUF_SHA256, Loaded, _chosen, _once, load, models
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -134,6 +134,23 @@ def test_weights_are_bf16_as_stored_unless_another_type_is_asked_for(embedded: L
     assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
     assert {weight.dtype for weight in wide.values()} == {torch.float32}
     assert all(torch.equal(weight.float(), wide[name]) for name, weight in stored.items())
+
+
+@pytest.mark.parametrize(
+    ("capability", "machine", "device", "expected"),
+    [
+        ("AVX2", "x86_64", None, "float32"),
+        ("DEFAULT", "AMD64", "cpu", "float32"),
+        ("AVX2", "x86_64", "cuda", "auto"),
+        ("AVX512", "x86_64", None, "auto"),
+        ("DEFAULT", "aarch64", None, "auto"),
+    ],
+)
+def test_fast_is_fp32_on_processors_without_16_bit_numbers(monkeypatch, capability, machine, device, expected) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert _chosen("fast", device) == expected
+    assert _chosen("bfloat16", device) == "bfloat16"
 
 
 def test_a_loaded_model_is_in_eval_mode_with_sdpa(embedded: Loaded) -> None:

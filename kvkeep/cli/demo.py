@@ -50,7 +50,7 @@ def demo(
 
     console = err if as_json else out
     with quiet_transformers():
-        loaded = load(model)
+        loaded = load(model, dtype="fast")
         document, facts = plant(loaded.tokenizer, length, seed)
         samples = folder / "samples.jsonl"
         # every run asks anew

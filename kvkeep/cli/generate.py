@@ -49,7 +49,7 @@ def generate(
     recent: Annotated[int, typer.Option(min=0, help="Last tokens that always stay.")] = 16,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    dtype: Dtype = "auto",
+    dtype: Dtype = "fast",
     device: Device = None,
     show_report: Annotated[bool, typer.Option("--show-report", help="Show what each layer holds.")] = False,
     as_json: Json = False,

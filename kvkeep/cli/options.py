@@ -23,7 +23,13 @@ _POLICIES = (
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of text.")]
 Model = Annotated[str, typer.Option("--model", "-m", help=_MODEL)]
-Dtype = Annotated[str, typer.Option(help="Numbers of weights and cache: auto (as stored), bfloat16, float16, float32.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Numbers of weights and cache: auto (as stored), fast (float32 where the processor cannot multiply "
+        "16-bit numbers), bfloat16, float16, float32."
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="Where to compute, such as cuda; without it the CPU.")]
 Policy = Annotated[str, typer.Option("--policy", "-p", help=f"What to keep: {_POLICIES}.")]
 

@@ -24,7 +24,8 @@ class Look(NamedTuple):
     """What a policy wants to see of the future before a prompt is evicted.
 
     `futures` continuations of `steps` tokens each, sampled by `seed`, or the likeliest tokens if `greedy`. Where
-    `kvkeep.generate` can, it `keeps` the answer's first tokens as the only continuation instead.
+    `kvkeep.generate` can, it `keeps` the answer's first tokens as the only continuation instead. Sequences from which
+    fewer than `surplus` tokens must go are evicted without it.
     """
 
     futures: int
@@ -32,6 +33,7 @@ class Look(NamedTuple):
     seed: int = 0
     greedy: bool = False
     keeps: bool = False
+    surplus: int = 1
 
 
 class Futures(NamedTuple):

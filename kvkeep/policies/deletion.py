@@ -210,7 +210,9 @@ def _sums(cells: Float[Tensor, "*dims C c"]) -> Float[Tensor, "*dims C"]:
 
 def _hide(logits: Float[Tensor, "B H G T N"], positions: Int[Tensor, "B H N"], at: Int[Tensor, "B T"]) -> None:
     """Let no query see an empty cell or what came after it, in place."""
-    logits.masked_fill_((positions == EMPTY)[:, :, None, None], -torch.inf)
+    empty = positions == EMPTY
+    if bool(empty.any()):
+        logits.masked_fill_(empty[:, :, None, None], -torch.inf)
     # padding sees everything, so that its rows, which count nothing, are finite
     reach = at.masked_fill(at == EMPTY, torch.iinfo(at.dtype).max)
     # most cells come before every query
@@ -280,9 +282,12 @@ def _energy(
         others, read = rows.roll(-shift, 2), reading.output.roll(-shift, 2)
         turned = read if gram is None else read @ gram[:, shift].mT
         among = ((rows @ others.mT) * inner[:, :, shift]).sum((2, 4, 5))
-        toward = _sums(share * _products(turned, cells))
+        theirs = sums.roll(-shift, 2)
+        # summed over queries and heads before values come in: tokens x head size is less than queries x tokens
+        toward = (share * theirs[..., None]).flatten(4).flatten(2, 3).mT @ turned.flatten(2, 3)
+        toward = (toward.unflatten(2, (-1, cells.chunk)) * cells.values).sum((-1, -2))
         lengths = (turned * reading.output).sum(-1, keepdim=True)
-        total = total + among + (sums.roll(-shift, 2) * (sums * lengths - 2 * toward)).sum((2, 3))
+        total = total + among - 2 * toward + (theirs * sums * lengths).sum((2, 3))
     return total
 
 

@@ -39,6 +39,7 @@ class LoreKV(Policy):
         guard: least worth of what others say too; 0 is the paper's. See `deletion_cost`.
         kept: `kvkeep.generate` reads the answer's first `steps` tokens under the full cache and evicts by their
             queries, in place of sampling; elsewhere the likeliest continuation is looked at and taken back.
+        surplus: fewest tokens that must go for a look-ahead to be worth its time; fewer go by what the window says.
         seed: of the futures; the same prompt has the same ones in any batch.
         epsilon: added to one minus a chunk's attention.
     """
@@ -55,11 +56,13 @@ class LoreKV(Policy):
     objective: str = "projected"
     guard: float = 1.0
     kept: bool = False
+    surplus: int = 32
     seed: int = 0
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name, least in (("futures", 0), ("steps", 1), ("window", 1), ("weight", 0), ("chunk", 1), ("guard", 0)):
+        least_of = {"futures": 0, "steps": 1, "window": 1, "weight": 0, "chunk": 1, "guard": 0, "surplus": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.objective not in OBJECTIVES:
@@ -70,8 +73,8 @@ class LoreKV(Policy):
     @property
     def look(self) -> Look | None:
         if self.kept:
-            return Look(1, self.steps, self.seed, greedy=True, keeps=True)
-        return Look(self.futures, self.steps, self.seed) if self.futures else None
+            return Look(1, self.steps, self.seed, greedy=True, keeps=True, surplus=self.surplus)
+        return Look(self.futures, self.steps, self.seed, surplus=self.surplus) if self.futures else None
 
     def trust(
         self, likelihood: Float[Tensor, "B M"], entropy: Float[Tensor, "B M"], disagreement: Float[Tensor, "B M"]
