@@ -58,6 +58,29 @@ def test_importance_is_that_of_the_dense_maps(tiny, family):
         torch.testing.assert_close(trace.importance_mean[number], mean, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_later_attention_is_that_of_the_prompts_own_dense_map(tiny, family):
+    model = tiny(family)
+    recorder = Recorder(model, policies=["tova"], delay=5)
+    trace, plain = recorder.record(prompt(GREEDY)), Recorder(model, policies=["tova"]).record(prompt(GREEDY))
+    eager = deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = eager(input_ids=tokens(N), output_attentions=True).attentions
+    weights = torch.stack([maps[index][0].unflatten(0, (-1, 2)) for index in recorder.layers])
+    for t in (0, 17, N - 6):
+        torch.testing.assert_close(trace.later[..., t], weights[..., t + 5 :, t].mean(-1), atol=1e-5, rtol=1e-4)
+    assert plain.later is None and torch.equal(trace.worths["tova"], plain.worths["tova"])
+    assert torch.equal(trace.keys, plain.keys) and torch.equal(trace.importance_max, plain.importance_max)
+    some = Recorder(model, layers=recorder.layers[1:2], heads=recorder.heads[-1:], delay=5).record(prompt(GREEDY))
+    assert torch.equal(some.later, trace.later[1:2, -1:])
+
+
+def test_a_delay_of_nothing_is_refused(tiny):
+    with pytest.raises(ValueError, match="delay must be at least 1, got 0"):
+        Recorder(tiny("llama"), delay=0)
+
+
 def test_layers_with_a_window_are_left_out_and_forget_nothing_between_futures(tiny):
     model = tiny("gemma3")
     full = [place for place, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
