@@ -91,7 +91,7 @@ class Recorder:
         delay: record also the attention that tokens get from those of the prompt at least so far behind them.
 
     Raises:
-        ValueError: for layers and heads that the model does not have, a policy that needs a future, and a delay below 1.
+        ValueError: for layers and heads that the model does not have, a policy that needs a future, a delay below 1.
     """
 
     def __init__(

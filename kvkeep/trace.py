@@ -1,6 +1,7 @@
 """Traces: what a model cached for a prompt and how much its future read of it, on disk.
 
-F futures, L layers, H KV heads, G query heads per KV head, n prompt tokens, D head size, f tokens of the longest future.
+F futures, L layers, H KV heads, G query heads per KV head, n prompt tokens, D head size, f tokens of the longest
+future.
 
 A folder holds `index.json`, which says what all its traces share, and `prompts/KEY.safetensors`, one file for each
 prompt, written whole or not at all. See docs/traces.md.
