@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
 from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile
-from .policies.kvp import policy_file
+from .policies.kvp import agents_file
 from .team import Team
 from .trace import AGGREGATIONS, Trace, TraceIndex
 from .train import Learner, Progress, Recipe, train
@@ -151,7 +151,7 @@ class KVPLearner(Learner):
 
     def policy(self, network: nn.Module, training: dict[str, Any]) -> PolicyFile:
         assert isinstance(network, Agents)
-        return policy_file(network, self.index.fingerprint, self.index.layers, training)
+        return agents_file(network, self.index.fingerprint, self.index.layers, training)
 
     def identity(self) -> dict[str, Any]:
         return {**asdict(self.settings), **asdict(self.network.shape), "model": self.index.fingerprint}

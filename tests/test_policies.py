@@ -22,7 +22,7 @@ from kvkeep.policies import Observation, Policy, make_policy
 from kvkeep.policies.agents import AgentShape, make_agents
 from kvkeep.policies.base import hashed_uniform
 from kvkeep.policies.baselines import rotate
-from kvkeep.policies.kvp import Ranking, policy_file
+from kvkeep.policies.kvp import KVP, Ranking, agents_file
 from kvkeep.slots import EMPTY, Slots
 
 H, G, D, DV = 2, 3, 8, 6
@@ -36,11 +36,11 @@ def ranking() -> Ranking:
     with torch.no_grad():
         agents.centre.normal_(0, 0.5)
         agents.spread.uniform_(0.5, 2)
-    return Ranking(policy_file(agents, {}, layers=[0, 1], training={}))
+    return KVP.network_of(agents_file(agents, {}, layers=[0, 1], training={}))
 
 
 # what a policy cannot do without on these shapes
-NEEDED: dict[str, dict] = {"kvp": {"ranking": ranking()}}
+NEEDED: dict[str, dict] = {"kvp": {"trained": ranking()}}
 # settings small enough to matter on some twenty tokens; what is not listed runs with its defaults
 SMALL: dict[str, list[dict]] = {
     "random": [{"seed": 0}, {"seed": 12345}],

@@ -337,7 +337,7 @@ def oracle(run: Run, head: int) -> Tensor:
 
 def kvp(run: Run, head: int) -> Tensor:
     """Each token as its agent saw it last: at the end of a prompt, or where the length is a multiple of 16."""
-    file = run.options["ranking"].file
+    file = run.options["trained"].file
     place = file.layers.index(run.layer) * run.keys.shape[0] + head
     agent = {name: tensor[place].float() for name, tensor in file.tensors.items()}
     worth = torch.full((run.keys.shape[1],), torch.finfo(torch.float32).max)

@@ -219,9 +219,7 @@ def _parts(taken: Tensor, valid: Tensor | None) -> _Taken:
     return _Taken(_features(keys), pad(values, (0, 1), value=1.0), enter, stay)
 
 
-def _remember(
-    queries: Float[Tensor, "*B T P"], new: _Taken, memory: Memory
-) -> tuple[Float[Tensor, "*B T M"], Memory]:
+def _remember(queries: Float[Tensor, "*B T P"], new: _Taken, memory: Memory) -> tuple[Float[Tensor, "*B T M"], Memory]:
     """What each query finds once the token at its place is taken in; one step, or many in chunks."""
     if queries.shape[-2] == 1:
         return _step(queries, new, memory)
