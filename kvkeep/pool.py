@@ -26,7 +26,7 @@ class Window(NamedTuple):
 
 
 def static_priority(
-    scores: Float[Tensor, "*A n"], positions: Int[Tensor, "*A n"] | Int[Tensor, " n"], log_decay: Float[Tensor, "*A 1"]
+    scores: Float[Tensor, "*A n"], positions: Int[Tensor, "*_ n"], log_decay: Float[Tensor, "*_ 1"]
 ) -> Float[Tensor, "*A n"]:
     """Worth by which tokens rank at any time: the score minus position times the logarithm of a step's decay."""
     return scores - positions * log_decay

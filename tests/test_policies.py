@@ -23,6 +23,9 @@ from kvkeep.policies.agents import AgentShape, make_agents
 from kvkeep.policies.base import hashed_uniform
 from kvkeep.policies.baselines import rotate
 from kvkeep.policies.kvp import KVP, Ranking, agents_file
+from kvkeep.policies.kvpop import scorers_file
+from kvkeep.policies.learned import Trained
+from kvkeep.policies.scorers import ScorerShape, make_scorers
 from kvkeep.slots import EMPTY, Slots
 
 H, G, D, DV = 2, 3, 8, 6
@@ -39,8 +42,30 @@ def ranking() -> Ranking:
     return KVP.network_of(agents_file(agents, {}, layers=[0, 1], training={}))
 
 
+def scorers(name: str) -> Trained:
+    """Untrained scorers for two layers of these shapes, as if calibrated on other keys and values."""
+    shape = ScorerShape(
+        num_agents=2 * H,
+        key_size=D,
+        value_size=DV,
+        architecture=POLICIES[name].architecture,
+        hidden=5,
+        memory=3,
+        window=4,
+    )
+    made = make_scorers(shape, seed=1)
+    with torch.no_grad():
+        made.centre.normal_(0, 0.5)
+        made.spread.uniform_(0.5, 2)
+        made.age.normal_()
+    return POLICIES[name].network_of(scorers_file(made, {}, layers=[0, 1], training={}))
+
+
 # what a policy cannot do without on these shapes
-NEEDED: dict[str, dict] = {"kvp": {"trained": ranking()}}
+NEEDED: dict[str, dict] = {
+    "kvp": {"trained": ranking()},
+    **{name: {"trained": scorers(name)} for name in ("kvpop", "kvpop_mlp")},
+}
 # settings small enough to matter on some twenty tokens; what is not listed runs with its defaults
 SMALL: dict[str, list[dict]] = {
     "random": [{"seed": 0}, {"seed": 12345}],
@@ -49,7 +74,7 @@ SMALL: dict[str, list[dict]] = {
     "snapkv": [{"window": 6, "kernel": 5}, {"window": 40, "kernel": 1}],
     "pyramidkv": [{"window": 6, "kernel": 3}],
     "expected_attention": [{"horizon": 1, "sinks": 4, "epsilon": 0.0}, {"horizon": 9, "sinks": 2, "epsilon": 0.05}],
-    "kvp": [NEEDED["kvp"]],
+    **{name: [needed] for name, needed in NEEDED.items()},
     # the twin deletes for real, without an epsilon
     "lorekv": [
         {"window": 6, "chunk": 2, "guard": 0.0, "epsilon": 1e-9},

@@ -23,6 +23,7 @@ from .baselines import (
 )
 from .deletion import Projection
 from .kvp import KVP
+from .kvpop import KVpop, KVpopMLP
 from .lorekv import LoreKV
 from .spelling import parse, spell
 
@@ -38,6 +39,8 @@ POLICIES: dict[str, type[Policy]] = {
     "pyramidkv": PyramidKV,
     "expected_attention": ExpectedAttention,
     "kvp": KVP,
+    "kvpop": KVpop,
+    "kvpop_mlp": KVpopMLP,
     "lorekv": LoreKV,
     "oracle": Oracle,
 }
@@ -97,6 +100,8 @@ __all__ = [
     "KVP",
     "POLICIES",
     "Futures",
+    "KVpop",
+    "KVpopMLP",
     "Look",
     "LoreKV",
     "Observation",

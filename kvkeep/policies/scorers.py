@@ -102,6 +102,8 @@ class Scorers(nn.Module):
         self.register_buffer("spread", torch.ones(shape.num_agents, 1, size))
         self.first, self.first_bias = stacked_layer(shape.num_agents, size, width)
         self.last, _ = stacked_layer(shape.num_agents, hidden + memory, 1)
+        # worked out once where nothing is learned any more
+        self._folded: tuple[Tensor, Tensor] | None = None
         self.age = nn.Parameter(torch.zeros(shape.num_agents, 1))
         if memory:
             self.norm = stacked_norm(shape.num_agents, memory)
@@ -160,11 +162,18 @@ class Scorers(nn.Module):
         # an input that never changes in the samples is not blown up
         self.spread.copy_(inputs.std(-2, keepdim=True).clamp(min=1e-2))
 
+    def freeze(self) -> None:
+        """Learn no more, and be quicker for it."""
+        self._folded = self.requires_grad_(False)._fold()
+
     def _read(self, x: Float[Tensor, "*B A T F"], rows: slice, columns: slice = EVERY) -> Float[Tensor, "*B A T C"]:
-        # centre and spread go into the weights, which are far smaller than the inputs
-        weight = self.first[rows, :, columns] / self.spread[rows].mT
-        bias = self.first_bias[rows, :, columns] - self.centre[rows] @ weight
-        return linear(x.float(), weight, bias)
+        weight, bias = self._folded if self._folded is not None else self._fold()
+        return linear(x.float(), weight[rows, :, columns], bias[rows, :, columns])
+
+    def _fold(self) -> tuple[Tensor, Tensor]:
+        """The first layer with centre and spread in its weights, which are far smaller than the inputs."""
+        weight = self.first / self.spread.mT
+        return weight, self.first_bias - self.centre @ weight
 
     def _judge(
         self, asked: Tensor, taken: Tensor, memory: Memory | None, valid: Tensor | None, rows: slice
@@ -194,7 +203,9 @@ def load_scorers(shape: ScorerShape, tensors: Mapping[str, Tensor]) -> Scorers:
     Raises:
         ValueError: where the tensors do not belong to that shape.
     """
-    return stacks_from(lambda: Scorers(shape), tensors, shape).float()
+    scorers = stacks_from(lambda: Scorers(shape), tensors, shape).float()
+    scorers.freeze()
+    return scorers
 
 
 def _features(y: Float[Tensor, "*B M"]) -> Float[Tensor, "*B P"]:
