@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from .console import names, note, out, print_json, steps_bar
+from .console import fractions, names, note, out, print_json, steps_bar
 from .options import Device, Json, Sources
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvkeep.train import Progress, Validation
+    from kvkeep.training_data import Data
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,9 +72,7 @@ def kvp(
 
     `kvkeep train kvp --traces traces --objective sampled --batch 4 --lr 1e-3 --steps 2000 --out policy-rl --json`
     """
-    from kvkeep.evaluate.rows import manifest
     from kvkeep.learners import Ranked, train_kvp
-    from kvkeep.team import assemble
     from kvkeep.train import Recipe
     from kvkeep.training_data import open_data
 
@@ -96,22 +97,101 @@ def kvp(
         patience=patience,
         seed=seed,
     )
-    team = assemble(device)
     data = open_data(traces, sources=names(sources), num_prompts=prompts, share=validation, seed=seed)
+    options = {"settings": settings, "recipe": recipe, "architecture": architecture, "hidden": hidden}
+    _run(train_kvp, data, folder, device, as_json, **options)
+
+
+@app.command()
+def kvpop(
+    traces: Annotated[list[Path], typer.Option(help="Folder of traces made with --delay; repeat for several.")],
+    folder: Annotated[Path, typer.Option("--out", "-o", help="For the policy, and to go on from.")],
+    sources: Sources = [],
+    prompts: Annotated[int | None, typer.Option(min=1, help="Train on so many prompts; else on all.")] = None,
+    validation: Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")] = 0.1,
+    shares: Annotated[
+        list[str], typer.Option(metavar="SHARE,...", help="Of a prompt that a cache keeps; each is learned.")
+    ] = ["0.25", "0.125"],
+    window: Annotated[int, typer.Option(help="Recent tokens that always stay: the traces' --delay.")] = 64,
+    sinks: Annotated[int, typer.Option(help="First tokens that always stay.")] = 4,
+    group: Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")] = "max",
+    pairs: Annotated[int, typer.Option(help="Pairs at the cutoff, a step and share.")] = 512,
+    architecture: Annotated[
+        str, typer.Option(help="mlp (the token alone), memory (as in the paper) or both.")
+    ] = "both",
+    late: Annotated[
+        bool, typer.Option(help="Read the memory when a token leaves the window, or when it comes.")
+    ] = True,
+    hidden: Annotated[int, typer.Option(help="Width of the layer that reads the token itself.")] = 64,
+    memory: Annotated[int, typer.Option(help="Size of the memory.")] = 32,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 400,
+    batch: Annotated[int, typer.Option(help="Prompts a step, over all processes.")] = 1,
+    lr: Annotated[float, typer.Option(help="Greatest learning rate; the paper's is 1e-3.")] = 5e-3,
+    lr_end: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 1e-4,
+    warmup: Annotated[int, typer.Option(help="Steps until the greatest learning rate.")] = 20,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-4,
+    ema: Annotated[float, typer.Option(help="Decay of the average of weights that is kept.")] = 0.97,
+    every: Annotated[int, typer.Option(help="Steps between two validations.")] = 50,
+    patience: Annotated[int, typer.Option(help="Stop after so many validations without a gain; 0 never does.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of first weights, prompts and draws.")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train the scorers of KVpop, all layers and heads at once, for a model that stays as it is.
+
+    The reward is the share of what a teacher holds, who knows what later tokens read, that the scorers hold too.
+    Killed, the same command goes on where it was. Several processes share each batch.
+
+    **Examples**
+
+    `kvkeep trace --data text:novels --length 4096 --delay 64 --prompts 40 --out long`
+
+    `kvkeep train kvpop --traces long --out policy`
+
+    `kvkeep train kvpop --traces long --architecture mlp --shares 0.5,0.25 --out policy-mlp`
+    """
+    from kvkeep.pool_learner import Cutoff, train_kvpop
+    from kvkeep.train import Recipe
+    from kvkeep.training_data import open_data
+
+    settings = Cutoff(shares=fractions("--shares", shares), window=window, sinks=sinks, group=group, num_pairs=pairs)
+    recipe = Recipe(
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        lr_end=lr_end,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=1.0,
+        ema=ema,
+        every=every,
+        patience=patience,
+        seed=seed,
+    )
+    data = open_data(traces, sources=names(sources), num_prompts=prompts, share=validation, seed=seed)
+    options = {"architecture": architecture, "hidden": hidden, "memory": memory, "late": late}
+    _run(train_kvpop, data, folder, device, as_json, settings=settings, recipe=recipe, **options)
+
+
+def _run(
+    train: "Callable[..., Progress]", data: "Data", folder: Path, device: str | None, as_json: bool, **options: Any
+) -> None:
+    """Train, and say where it stands and what was reached."""
+    from kvkeep.evaluate.rows import manifest
+    from kvkeep.team import assemble
+
+    team = assemble(device)
     first = team.rank == 0
     looks: list[Validation] = []
     with steps_bar() if first else nullcontext(_unseen) as tell:
-        progress = train_kvp(
+        progress = train(
             data,
             folder,
-            settings=settings,
-            recipe=recipe,
-            architecture=architecture,
-            hidden=hidden,
             made_by=manifest(data.index.model, dtype=data.index.dtype, device=str(team.device)),
             team=team,
             on_step=lambda done, total: tell(done, total, "training"),
             on_validation=lambda seen: _look(seen, looks, data.index.layers) if first else None,
+            **options,
         )
     if first:
         _report(progress, looks, data.index.layers, folder, as_json)
