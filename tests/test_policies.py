@@ -303,7 +303,7 @@ def test_chunk_free_policies_keep_the_same_tokens_in_any_chunking(tiny, name, le
     model, prompt = tiny("llama", num_hidden_layers=1), tokens(length, seed)
     held = []
     for size in (None, chunk):
-        cache = KVCache(model, policy=name, budget=budget)
+        cache = KVCache(model, policy=policy_named(name, model), budget=budget)
         kvkeep.prefill(model, prompt, cache, chunk=size)
         positions = cache.managed[0].slots.positions.sort(-1).values
         held.append([[at for at in head if at != EMPTY] for head in positions[0].tolist()])

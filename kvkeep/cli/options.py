@@ -17,8 +17,8 @@ class Question(StrEnum):
 _MODEL = "smollm2, a folder, a GGUF file, or a Hugging Face id (owner/name)."
 # written out, because importing them would load torch for --help
 _POLICIES = (
-    "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv, expected_attention, kvp "
-    "or lorekv (docs/policies.md), with options as in snapkv(window=16)"
+    "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv, expected_attention, kvp, "
+    "kvpop, kvpop_mlp or lorekv (docs/policies.md), with options as in snapkv(window=16)"
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of text.")]

@@ -24,7 +24,7 @@ SLOWEST, FASTEST = 0.999999, 0.999
 # untrained, the memory forgets half of a token within some 40 more
 _FORGET_BIAS = 4.0
 # tokens that are taken in at once
-_CHUNK = 64
+_CHUNK = 32
 
 # name -> whether the token is read itself, and whether by a memory
 ARCHITECTURES = {"mlp": (True, False), "memory": (False, True), "both": (True, True)}
