@@ -165,6 +165,13 @@ class Policy(ABC):
         """Update the side arrays after every forward, whether or not something must go. Default: nothing."""
         return
 
+    def forget(self, seen: Observation) -> None:
+        """Undo in `slots.streams` what `track` did for the new tokens, which are about to be taken back.
+
+        They are the last slots, and nothing was evicted since they came. Default: nothing.
+        """
+        return
+
     @abstractmethod
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         """Worth of every slot in fp32; the greatest are kept. Values at empty slots are ignored."""

@@ -85,9 +85,26 @@ class KVpop(LearnedPolicy):
             scores, memory = scorers.judge(asked, new, _memory(slots), valid, rows)
             priority = static_priority(scores, places, scorers.log_decay[rows])
         slots.side("kvpop").scatter_(2, index, priority)
-        if memory is not None:
-            for name, array in zip((_HELD, _LEVEL), memory, strict=True):
-                slots.streams[name].copy_(array)
+        _keep(slots, memory)
+
+    def forget(self, seen: Observation) -> None:
+        slots = seen.slots
+        if not self.shape.reads_memory:
+            return
+        if not bool((slots.occupied[:, 0].sum(-1) == seen.lengths).all()):
+            raise ValueError(
+                "tokens that were evicted are in the memory of kvpop, and it cannot be made without them to take newer "
+                "ones back; copy the cache before the tokens you may want to undo"
+            )
+        # what stays is taken in anew
+        left = slots.length - seen.num_new
+        tokens = torch.cat([slots.keys[:, :, :left], slots.values[:, :, :left]], dim=-1)
+        scorers: Scorers = self.trained.on(slots.keys.device)
+        memory = scorers.blank(tokens.shape[:2], tokens.device)
+        if left:
+            rows = self.trained.rows(seen.layer, tokens.shape[1])
+            memory = scorers.judge(tokens, tokens, memory, slots.occupied[:, :1, :left], rows)[1]
+        _keep(slots, memory)
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         recent = seen.slots.positions >= (seen.lengths - self.shape.window)[:, None, None]
@@ -115,6 +132,11 @@ def scorers_file(
 
 def _memory(slots: Slots) -> Memory | None:
     return Memory(slots.streams[_HELD], slots.streams[_LEVEL]) if _HELD in slots.streams else None
+
+
+def _keep(slots: Slots, memory: Memory | None) -> None:
+    for name, array in zip((_HELD, _LEVEL), memory or (), strict=memory is not None):
+        slots.streams[name].copy_(array)
 
 
 def _tokens(slots: Slots, index: Int[Tensor, "B H T"]) -> Float[Tensor, "B H T F"]:
