@@ -67,24 +67,37 @@ def cutoffs(ranks: Int[Tensor, "A m"], size: int) -> Int[Tensor, "A m"]:
     return found
 
 
-def visible(
-    priority: Float[Tensor, "A n"], window: Window, size: int, queries: Int[Tensor, " t"]
-) -> Bool[Tensor, "A t n"]:
-    """Which tokens the query at each of the places `queries` finds when it is read into a cache token by token.
+class Held(NamedTuple):
+    """What a pool holds at every moment, in O(n) numbers.
 
-    It sees itself, and what was held once the token before it had come: sinks, recent tokens, and the pool.
+    Attributes:
+        window: what is held beside the pool.
+        ranks: of every token; of those that never enter the pool they mean nothing.
+        last: rank of the last token held, after none, one, two, ... have entered; -1 where none is.
     """
-    A, n = priority.shape
-    place = torch.arange(n, device=priority.device)
-    entered = window.pool(n)
+
+    window: Window
+    ranks: Int[Tensor, "A n"]
+    last: Int[Tensor, "A m1"]
+
+    def visible(self, queries: Int[Tensor, " t"]) -> Bool[Tensor, "A t n"]:
+        """Which tokens the query at each of these places finds when it is read into a cache token by token.
+
+        It sees itself, and what was held once the token before it had come: sinks, recent tokens, and the pool.
+        """
+        place, (sinks, recent) = torch.arange(self.ranks.shape[1], device=self.ranks.device), self.window
+        left = queries[:, None] - recent
+        pooled = self.ranks[:, None] <= self.last[:, (left[:, 0] - sinks).clamp(min=0), None]
+        always = (place < sinks) | (place >= left)
+        return (always | pooled) & (place <= queries[:, None])
+
+
+def hold(priority: Float[Tensor, "A n"], window: Window, size: int) -> Held:
+    """What a pool of `size` holds, by static priorities."""
+    entered = window.pool(priority.shape[1])
     ranked = ranks(priority[:, entered])
-    # one more in front: before any token came nothing is held
-    last = pad(cutoffs(ranked, size), (1, 0), value=-1) if size else ranked.new_full((A, ranked.shape[1] + 1), -1)
-    came = (queries - window.recent - window.sinks).clamp(min=0)
-    held = pad(ranked, (entered.start, n - entered.stop))[:, None] <= last[:, came, None]
-    held &= (place >= window.sinks) & (place < queries[:, None] - window.recent)
-    always = (place < window.sinks) | (place >= queries[:, None] - window.recent)
-    return (held | always) & (place <= queries[:, None])
+    last = cutoffs(ranked, size) if size else torch.full_like(ranked, -1)
+    return Held(window, pad(ranked, (entered.start, priority.shape[1] - entered.stop)), pad(last, (1, 0), value=-1))
 
 
 class Newcomers(NamedTuple):

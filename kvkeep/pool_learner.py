@@ -86,7 +86,8 @@ class Cutoff:
         if not self.sizes(trace.num_tokens):
             raise ValueError(
                 f"trace {trace.key} has {trace.num_tokens} tokens, of which shares {self.shares} leave no pool beside "
-                f"{self.sinks} sinks and {self.window} recent tokens; leave it out, or keep larger shares"
+                f"{self.sinks} sinks and {self.window} recent tokens; leave it out (--least-tokens), or keep "
+                "larger shares"
             )
 
 

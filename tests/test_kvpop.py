@@ -19,7 +19,7 @@ from kvkeep import KVCache
 from kvkeep.evaluate.dense_twin import witnessed
 from kvkeep.fingerprint import fingerprint
 from kvkeep.policies import KVpop, KVpopMLP
-from kvkeep.pool import Window, visible
+from kvkeep.pool import Window, hold
 
 BOTH = ("kvpop", "kvpop_mlp")
 
@@ -55,7 +55,7 @@ def test_a_head_holds_sinks_the_window_and_the_best_of_all_others(tiny, name):
         read(model, cache, text[:, at : at + 1])
         if at % 30 == 0 or at == 119:
             # what is held once this token came is what the next one would see, but for itself
-            seen = visible(priority[:, : at + 2], Window(4, 8), 40 - 12, torch.tensor([at + 1]))[:, 0, : at + 1]
+            seen = hold(priority[:, : at + 2], Window(4, 8), 40 - 12).visible(torch.tensor([at + 1]))[:, 0, : at + 1]
             held = positions(cache)[0][0]
             for head in range(2):
                 assert held[head][held[head] >= 0].tolist() == seen[head].nonzero()[:, 0].tolist()

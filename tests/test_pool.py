@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.pool import Window, cutoffs, newcomers, ranks, static_priority, visible
+from kvkeep.pool import Window, cutoffs, hold, newcomers, ranks, static_priority
 
 
 def priorities(seed: int) -> tuple[Tensor, int]:
@@ -60,7 +60,8 @@ def test_a_large_pool_of_many_tokens():
 def test_the_mask_shows_what_was_held_before_each_query(sinks, recent, size):
     n = 30
     priority = torch.randint(0, 6, (2, n), generator=torch.Generator().manual_seed(0)).float()
-    seen = visible(priority, Window(sinks, recent), size, torch.arange(n))
+    held = hold(priority, Window(sinks, recent), size)
+    seen = held.visible(torch.arange(n))
     for head in range(2):
         for query in range(n):
             entered = range(sinks, max(sinks, query - recent))
@@ -68,7 +69,7 @@ def test_the_mask_shows_what_was_held_before_each_query(sinks, recent, size):
             expected = {t for t in range(query + 1) if t < sinks or t >= query - recent} | set(pool)
             assert set(seen[head, query].nonzero()[:, 0].tolist()) == expected
     some = torch.tensor([28, 3, 17])
-    assert torch.equal(visible(priority, Window(sinks, recent), size, some), seen[:, some])
+    assert torch.equal(held.visible(some), seen[:, some])
 
 
 def test_decayed_scores_rank_at_any_time_as_static_priorities_do():

@@ -109,6 +109,9 @@ def kvpop(
     sources: Sources = [],
     prompts: Annotated[int | None, typer.Option(min=1, help="Train on so many prompts; else on all.")] = None,
     validation: Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")] = 0.1,
+    least: Annotated[
+        int | None, typer.Option("--least-tokens", help="Leave shorter prompts out; else those below 8 windows.")
+    ] = None,
     shares: Annotated[
         list[str], typer.Option(metavar="SHARE,...", help="Of a prompt that a cache keeps; each is learned.")
     ] = ["0.25", "0.125"],
@@ -168,7 +171,14 @@ def kvpop(
         patience=patience,
         seed=seed,
     )
-    data = open_data(traces, sources=names(sources), num_prompts=prompts, share=validation, seed=seed)
+    data = open_data(
+        traces,
+        sources=names(sources),
+        num_prompts=prompts,
+        least_tokens=8 * window if least is None else least,
+        share=validation,
+        seed=seed,
+    )
     options = {"architecture": architecture, "hidden": hidden, "memory": memory, "late": late}
     _run(train_kvpop, data, folder, device, as_json, settings=settings, recipe=recipe, **options)
 
