@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from .learners import NUM_CALIBRATION, agent_names, train_on
@@ -158,12 +158,10 @@ class KVpopLearner(Learner):
 
     def loss(self, network: nn.Module, trace: Trace, generator: torch.Generator) -> Float[Tensor, " A"]:
         lesson, priority = self.lesson(trace), self._priority(network, trace)
-        losses = []
-        for size, pool in lesson.pools.items():
-            places = self._drawn(size, priority.shape[1], generator)
-            kept, boundary = (array[:, places] for array in pool)
-            newcomer = places.expand(len(priority), -1)
-            losses.append(boundary_loss(priority, lesson.worth, kept, newcomer, boundary, self.settings.pairs))
+        losses = [
+            pair_loss(priority, lesson.worth, size, self.settings, generator, pool)
+            for size, pool in lesson.pools.items()
+        ]
         return torch.stack(losses).mean(0)
 
     def reward(self, network: nn.Module, trace: Trace) -> Float[Tensor, " A"]:
@@ -189,12 +187,32 @@ class KVpopLearner(Learner):
         places = torch.arange(entered.start, entered.stop, device=self.device)
         return static_priority(network(*self._tokens(trace))[:, entered], places, network.log_decay)
 
-    def _drawn(self, size: int, num_entered: int, generator: torch.Generator) -> Int[Tensor, " P"]:
-        """Moments at which something must go: any of them, and as many of the last quarter."""
-        late = max(size, num_entered * 3 // 4)
-        half = (self.settings.num_pairs + 1) // 2
-        draws = [torch.randint(start, num_entered, (half,), generator=generator) for start in (size, late)]
-        return torch.cat(draws)[: self.settings.num_pairs].to(self.device)
+
+def pair_loss(
+    priority: Float[Tensor, "A m"],
+    worth: Float[Tensor, "A m"],
+    size: int,
+    settings: Cutoff,
+    generator: torch.Generator,
+    pool: Newcomers | None = None,
+) -> Float[Tensor, " A"]:
+    """The loss over pairs drawn at moments at which something must go: any of them, and as many of the last quarter.
+
+    Args:
+        priority, worth: of the tokens that enter the pool: what is learned, and what the teacher goes by.
+        size: of the pool; one that holds all of them gives no loss.
+        pool: what the teacher did with each token, if that is known.
+    """
+    num_entered = worth.shape[1]
+    if not 0 < size < num_entered:
+        return 0 * priority.sum(1)
+    half = (settings.num_pairs + 1) // 2
+    starts = (size, max(size, num_entered * 3 // 4))
+    drawn = [torch.randint(start, num_entered, (half,), generator=generator) for start in starts]
+    moments = torch.cat(drawn)[: settings.num_pairs].to(worth.device)
+    kept, boundary = (array[:, moments] for array in pool or newcomers(worth, size))
+    newcomer = moments.expand(len(worth), -1)
+    return boundary_loss(priority, worth, kept, newcomer, boundary, settings.pairs)
 
 
 def recall(

@@ -28,7 +28,7 @@ def mean_later(
         summed = flex.log_importance(queries, keys, scale, sums, delay=delay).float().exp()
     else:
         summed = future_importance(queries, keys, 0, scale, delay=delay).heads
-    return summed / _num_later(keys.shape[2], delay, keys.device)
+    return summed / num_later(keys.shape[2], delay, keys.device)
 
 
 def target(later: Float[Tensor, "*H G n"], group: str = "max", epsilon: float = EPSILON) -> Float[Tensor, "*H n"]:
@@ -43,6 +43,6 @@ def target(later: Float[Tensor, "*H G n"], group: str = "max", epsilon: float = 
     return worth.amax(-2) if group == "max" else worth.mean(-2)
 
 
-def _num_later(num_tokens: int, delay: int, device: torch.device) -> Float[Tensor, " n"]:
+def num_later(num_tokens: int, delay: int, device: torch.device) -> Float[Tensor, " n"]:
     """Queries that count for each token, at least 1."""
     return (num_tokens - delay - torch.arange(num_tokens, device=device)).clamp(min=1).float()

@@ -90,7 +90,8 @@ def open_data(
         known = ", ".join(sorted({place.source for place in there}))
         raise ValueError(
             f"wanted are {num_prompts or 'some'} prompts to train on and some to validate on, from "
-            f"{', '.join(sources) or 'any source'}, of {least_tokens} tokens or more; there are {len(prompts)} and {len(validation)}. Sources: {known}"
+            f"{', '.join(sources) or 'any source'}, of {least_tokens} tokens or more; "
+            f"there are {len(prompts)} and {len(validation)}. Sources: {known}"
         )
     return Data(opened[0].index, Prompts(prompts[:num_prompts]), Prompts(validation))
 
