@@ -6,7 +6,7 @@ The student's attention is dense under the mask that decoding token by token wou
 that are not kept for the gradient. Source: KVpop, arXiv 2607.05061, which trains model and scorers together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from .cache import KVCache
 from .fingerprint import fingerprint, head_size, num_kv_heads
 from .future import log_importance
 from .layer import AttendingLayer
-from .learners import agent_names
+from .learners import agent_names, training_manifest
 from .model import attach, cache_argument
 from .policies.files import PolicyFile, write_policy
 from .policies.kvpop import scorers_file
@@ -32,8 +32,9 @@ from .policies.scorers import Scorers, ScorerShape, make_scorers
 from .pool import Held, hold, static_priority
 from .pool_learner import Cutoff, pair_loss
 from .target import num_later, target
+from .team import Team
 from .trace import TraceIndex
-from .train import Learner, Recipe
+from .train import Learner, Progress, Recipe, train
 
 _TILE = 256
 
@@ -93,6 +94,8 @@ class DistillLearner(Learner):
         architecture, hidden, memory, late: of the scorers, see `ScorerShape`.
         scorers: trained ones to start from, in place of new ones.
     """
+
+    network: Student
 
     def __init__(
         self,
@@ -171,6 +174,38 @@ class DistillLearner(Learner):
         says = logits.float().gather(-1, top.indices).log_softmax(-1)
         divergence = kl_div(says, top.values.log_softmax(-1), reduction="none", log_target=True).sum(-1).mean()
         return divergence, of_scorers
+
+
+def distil(
+    learner: DistillLearner,
+    texts: Sequence[Text],
+    validation: Sequence[Text],
+    out: str | Path,
+    *,
+    recipe: Recipe,
+    made_by: dict[str, Any] | None = None,
+    team: Team | None = None,
+    **on: Any,
+) -> Progress:
+    """Train model and scorers together; see `train`, whose callbacks it takes.
+
+    `out` gets the scorers as a policy, the model beside it in `model`, and until the end what an interrupted run goes
+    on from. Several processes share the texts of each batch; each holds the whole model.
+
+    Raises:
+        ValueError: for texts so short that no share leaves anything to drop.
+    """
+    team, settings = team or Team(), learner.settings
+    for text in (*texts, *validation):
+        if not settings.cutoff.sizes(text.token_ids.shape[1]):
+            raise ValueError(
+                f"text {text.key} has {text.token_ids.shape[1]} tokens, of which shares {settings.cutoff.shares} leave "
+                f"no pool beside {settings.cutoff.sinks} sinks and {settings.cutoff.window} recent tokens; give longer "
+                "texts, or keep larger shares"
+            )
+    data = {"texts": [text.key for text in texts], "validation": [text.key for text in validation]}
+    manifest = training_manifest(made_by, data, asdict(settings), recipe, team)
+    return train(learner, texts, validation, recipe, out, manifest=manifest, team=team, **on)
 
 
 class _Reading(Cache):

@@ -204,14 +204,21 @@ def train_on(
     **on: Any,
 ) -> Progress:
     """Train a learner on data, with a manifest that says on what, to what end and how."""
-    manifest = {
+    manifest = training_manifest(made_by, data.summary(), objective, recipe, team)
+    return train(learner, data.prompts, data.validation, recipe, out, manifest=manifest, team=team, **on)
+
+
+def training_manifest(
+    made_by: dict[str, Any] | None, data: dict[str, Any], objective: dict[str, Any], recipe: Recipe, team: Team
+) -> dict[str, Any]:
+    """What a policy's file says of its training, beside what was reached."""
+    return {
         **(made_by or {}),
-        "data": data.summary(),
+        "data": data,
         "objective": objective,
         "recipe": asdict(recipe),
         "processes": team.size,
     }
-    return train(learner, data.prompts, data.validation, recipe, out, manifest=manifest, team=team, **on)
 
 
 def agent_names(index: TraceIndex) -> list[str]:

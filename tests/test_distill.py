@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from letters import save_tiny
 from torch import Tensor
+from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep import KVCache
-from kvkeep.distill import Distillation, DistillLearner, Text
+from kvkeep.cli import app
+from kvkeep.distill import Distillation, DistillLearner, Text, distil
 from kvkeep.fingerprint import fingerprint
 from kvkeep.policies import KVpop
 from kvkeep.pool_learner import Cutoff
@@ -121,3 +124,24 @@ def test_a_stopped_distillation_goes_on_to_the_same_numbers(tiny, tmp_path):
 def test_settings_that_cannot_be_are_refused(options):
     with pytest.raises(ValueError, match="top must be at least 1"):
         Distillation(**options)
+
+
+def test_texts_that_leave_nothing_to_drop_are_refused(tiny, tmp_path):
+    taught = learner(tiny("llama"))
+    with pytest.raises(ValueError, match=r"text text 0 has 12 tokens, of which shares \(0.5, 0.25\) leave no pool"):
+        distil(taught, [text(0, 12)], [text(1)], tmp_path, recipe=Recipe(steps=1))
+
+
+def test_the_command_trains_model_and_scorers(tmp_path):
+    model, words = save_tiny(tmp_path / "model"), tmp_path / "words.txt"
+    words.write_text("The keeper counts ships and writes their names into a book. " * 400)
+    sizes = ["--window", 6, "--sinks", 2, "--shares", "0.5", "--hidden", 8, "--memory", 4, "--length", 100]
+    recipe = ["--steps", 2, "--every", 2, "--warmup", 1, "--prompts", 3, "--out", tmp_path / "out", "--json"]
+    arguments = ["train", "kvpop", "--train", "all", "-m", model, "--data", f"text:{words}", *sizes, *recipe]
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    assert KVpop.from_pretrained(tmp_path / "out").file.training["objective"]["model_lr"] == 8e-5
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+    for wrong in (["--train", "all"], ["--train", "some"], []):
+        refused = CliRunner().invoke(app, ["train", "kvpop", "--out", str(tmp_path / "none"), *wrong])
+        assert isinstance(refused.exception, ValueError)
