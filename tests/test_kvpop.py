@@ -61,6 +61,28 @@ def test_a_head_holds_sinks_the_window_and_the_best_of_all_others(tiny, name):
                 assert held[head][held[head] >= 0].tolist() == seen[head].nonzero()[:, 0].tolist()
 
 
+@pytest.mark.parametrize(
+    "options", [{"budget": 40, "recent": 0}, {"budget": 30, "recent": 16}, {"budget": 12, "recent": 3}]
+)
+@pytest.mark.parametrize("name", BOTH)
+def test_the_mask_of_a_text_is_what_reading_it_token_by_token_finds(tiny, name, options):
+    model = tiny("llama", num_hidden_layers=1)
+    policy, text = policy_named(name, model), tokens(90)
+    whole, cache = KVCache(model, policy=policy, budget=1000), KVCache(model, policy=policy, **options)
+    read(model, whole, text)
+    [layer] = whole.managed
+    seen = layer._observe(None, torch.arange(90)[None], 90, None)
+    mask = policy.visible(seen, torch.full((90,), options["budget"]), cache.budget)[0]
+    read(model, cache, text[:, :5])
+    for at in range(5, 90):
+        held = positions(cache)[0][0]
+        for head in range(2):
+            assert mask[head, at].nonzero()[:, 0].tolist() == [*held[head][held[head] >= 0].tolist(), at]
+        read(model, cache, text[:, at : at + 1])
+    with pytest.raises(ValueError, match="give tokens"):
+        policy.visible(seen, torch.arange(90), cache.budget)
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_a_token_gets_its_one_score_as_it_leaves_the_window(tiny, name):
     model = tiny("llama")

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..pool import static_priority
+from ..budget import Budget
+from ..pool import Window, hold, static_priority
 from ..slots import EMPTY, Slots
 from .base import Observation
 from .files import PolicyFile
@@ -86,6 +87,31 @@ class KVpop(LearnedPolicy):
             priority = static_priority(scores, places, scorers.log_decay[rows])
         slots.side("kvpop").scatter_(2, index, priority)
         _keep(slots, memory)
+
+    def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"]:
+        """Which of all tokens so far each new one would still find, were the text read token by token.
+
+        Args:
+            seen: everything from the first token on, nothing evicted and nothing padded.
+            limits: slots kept right before each new token, all the same.
+            budget: its sinks and recent tokens are kept beside those of the window.
+
+        Raises:
+            ValueError: for limits that grow, under which what is held depends on when they did.
+        """
+        assert seen.query_positions is not None
+        limit = int(limits[0])
+        if bool((limits != limit).any()):
+            raise ValueError("kvpop has a mask for a budget in tokens alone; give tokens, or read token by token")
+        recent = min(max(budget.recent, self.shape.window), limit - budget.sinks)
+        slots, (B, H, N) = seen.slots, seen.slots.positions.shape
+        scorers: Scorers = self.trained.on(slots.keys.device)
+        rows = self.trained.rows(seen.layer, H)
+        with torch.no_grad():
+            scores = scorers(slots.keys, slots.values, rows)
+            priority = static_priority(scores, slots.positions, scorers.log_decay[rows])
+        held = hold(priority.view(B * H, N), Window(budget.sinks, recent), limit - budget.sinks - recent)
+        return held.visible(seen.query_positions[0].long()).view(B, H, -1, N)
 
     def forget(self, seen: Observation) -> None:
         slots = seen.slots

@@ -117,19 +117,19 @@ class Scorers(nn.Module):
         return fastest + self.age.sigmoid() * (slowest - fastest)
 
     def forward(
-        self, keys: Float[Tensor, "A n D"], values: Float[Tensor, "A n V"], rows: slice = EVERY
-    ) -> Float[Tensor, "A n"]:
+        self, keys: Float[Tensor, "*B A n D"], values: Float[Tensor, "*B A n V"], rows: slice = EVERY
+    ) -> Float[Tensor, "*B A n"]:
         """The score of each token of a whole sequence; the last `delay`, which nobody judges yet, have 0.
 
         Args:
             rows: the agents asked, such as those of one layer.
         """
-        n, delay = keys.shape[1], self.shape.delay
+        n, delay = keys.shape[-2], self.shape.delay
         read = self._read(torch.cat([keys, values], dim=-1), rows)
         asked, taken = read[..., : self._asked], read[..., self._asked :]
-        late = pad(asked, (0, 0, delay, 0))[:, :n]
-        scores, _ = self._judge(late, taken, self.blank(keys.shape[:1], keys.device), None, rows)
-        return pad(scores[:, delay:], (0, min(delay, n)))
+        late = pad(asked, (0, 0, delay, 0))[..., :n, :]
+        scores, _ = self._judge(late, taken, self.blank(keys.shape[:-2], keys.device), None, rows)
+        return pad(scores[..., delay:], (0, min(delay, n)))
 
     def judge(
         self,
