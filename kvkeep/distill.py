@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .cache import KVCache
-from .fingerprint import fingerprint, head_size, num_kv_heads
+from .fingerprint import fingerprint, head_size, num_kv_heads, rotation_frequencies
 from .future import log_importance
 from .layer import AttendingLayer
 from .learners import agent_names, training_manifest
@@ -92,6 +92,7 @@ class DistillLearner(Learner):
     Args:
         model: what is trained, in evaluation mode; its weights change.
         architecture, hidden, memory, late: of the scorers, see `ScorerShape`.
+        turn_back: whether the scorers read keys as they were before the model's rotation.
         scorers: trained ones to start from, in place of new ones.
     """
 
@@ -106,6 +107,7 @@ class DistillLearner(Learner):
         hidden: int = 64,
         memory: int = 32,
         late: bool = True,
+        turn_back: bool = True,
         seed: int = 0,
         scorers: Scorers | None = None,
     ):
@@ -115,6 +117,7 @@ class DistillLearner(Learner):
         self.index = TraceIndex(
             fingerprint=fingerprint(config), model="", layers=layers, heads=list(range(heads)), group=1, dtype=""
         )
+        frequencies = torch.tensor(rotation_frequencies(self.index.fingerprint) if turn_back else [])
         shape = ScorerShape(
             num_agents=len(agent_names(self.index)),
             key_size=size,
@@ -124,10 +127,11 @@ class DistillLearner(Learner):
             memory=memory,
             window=settings.cutoff.window,
             late=late,
+            turned=2 * len(frequencies),
         )
         self.settings, self.names = settings, ["the student"]
         self.teacher = deepcopy(model).requires_grad_(False)
-        self.network = Student(model, scorers or make_scorers(shape, seed).to(model.device))
+        self.network = Student(model, scorers or make_scorers(shape, seed, frequencies).to(model.device))
 
     def loss(self, network: nn.Module, text: Text, generator: torch.Generator) -> Float[Tensor, "1"]:
         shares = self.settings.cutoff.shares

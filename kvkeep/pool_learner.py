@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from .fingerprint import rotation_frequencies
 from .learners import NUM_CALIBRATION, agent_names, train_on
 from .losses import Pairs, boundary_loss
 from .policies.files import PolicyFile
@@ -105,6 +106,7 @@ class KVpopLearner(Learner):
         index: what the traces share.
         prompts: training prompts; the first few say what keys and values are typically like.
         architecture, hidden, memory, late: of the scorers, see `ScorerShape`.
+        turn_back: whether the scorers read keys as they were before the model's rotation.
         seed: of their first weights.
     """
 
@@ -118,12 +120,14 @@ class KVpopLearner(Learner):
         hidden: int = 64,
         memory: int = 32,
         late: bool = True,
+        turn_back: bool = True,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ):
         first = prompts[0]
         self.index, self.settings, self.device = index, settings, torch.device(device)
         self.names = agent_names(index)
+        frequencies = torch.tensor(rotation_frequencies(self.index.fingerprint) if turn_back else [])
         shape = ScorerShape(
             num_agents=len(self.names),
             key_size=first.keys.shape[-1],
@@ -133,8 +137,9 @@ class KVpopLearner(Learner):
             memory=memory,
             window=settings.window,
             late=late,
+            turned=2 * len(frequencies),
         )
-        self.network: Scorers = make_scorers(shape, seed).to(self.device)
+        self.network: Scorers = make_scorers(shape, seed, frequencies).to(self.device)
         self.network.calibrate(self._tokens(prompts[place]) for place in range(min(len(prompts), NUM_CALIBRATION)))
         self._lessons: dict[str, Lesson] = {}
 
@@ -244,6 +249,7 @@ def train_kvpop(
     hidden: int = 64,
     memory: int = 32,
     late: bool = True,
+    turn_back: bool = True,
     **on: Any,
 ) -> Progress:
     """Train KVpop's scorers on traces of a frozen model; see `train`, whose callbacks it takes.
@@ -255,6 +261,7 @@ def train_kvpop(
         out: folder for the policy, and for what an interrupted training goes on from.
         made_by: command, commit and versions for the policy's manifest.
         architecture, hidden, memory, late: of the scorers, see `ScorerShape`.
+        turn_back: whether the scorers read keys as they were before the model's rotation.
     """
     settings, recipe, team = settings or Cutoff(), recipe or RECIPE, team or Team()
     learner = KVpopLearner(
@@ -265,6 +272,7 @@ def train_kvpop(
         hidden=hidden,
         memory=memory,
         late=late,
+        turn_back=turn_back,
         seed=recipe.seed,
         device=team.device,
     )

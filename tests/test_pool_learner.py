@@ -51,7 +51,7 @@ def trained(traces, out, **changes):
         settings=replace(SMALL, **changes.pop("settings", {})),
         recipe=Recipe(**recipe),
         on_validation=looks.append,
-        **{"hidden": 16, "memory": 8, **changes},
+        **{"hidden": 16, "memory": 8, "turn_back": False, **changes},
     )
     return looks
 
@@ -102,7 +102,7 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_numbers(tmp_path):
 
 def test_a_lesson_is_the_running_top_k_by_the_target():
     trace = with_later(planted("t0", 60))
-    learner = KVpopLearner(LATER_INDEX, [trace], SMALL, hidden=4, memory=2)
+    learner = KVpopLearner(LATER_INDEX, [trace], SMALL, hidden=4, memory=2, turn_back=False)
     lesson = learner.lesson(trace)
     worth = target(trace.later)[:, :, 2 : 60 - W].flatten(0, 1)
     assert torch.equal(lesson.worth, worth) and list(lesson.pools) == [30 - 6, 15 - 6]
@@ -131,7 +131,7 @@ def test_traces_that_teach_nothing_are_refused(changes, message):
     index = replace(LATER_INDEX, settings=changes.get("settings", LATER_INDEX.settings))
     settings = replace(SMALL, **({"shares": changes["shares"]} if "shares" in changes else {}))
     with pytest.raises(ValueError, match=message):
-        KVpopLearner(index, [trace], settings, hidden=4, memory=2).lesson(trace)
+        KVpopLearner(index, [trace], settings, hidden=4, memory=2, turn_back=False).lesson(trace)
 
 
 @pytest.mark.parametrize("changes", [{"group": "sum"}, {"shares": ()}, {"shares": (1.5,)}, {"window": 0}])
@@ -193,7 +193,20 @@ def test_weights_of_pairs_that_cannot_be_are_refused(options):
 def test_the_command_trains_and_says_what_it_reached(tmp_path):
     folder(tmp_path / "traces", num_train=3)
     arguments = ["--traces", tmp_path / "traces", "--window", W, "--sinks", 2, "--shares", "0.5,0.25", "--hidden", 8]
-    more = ["--memory", 4, "--steps", 4, "--every", 2, "--warmup", 1, "--out", tmp_path / "out", "--json"]
+    more = [
+        "--memory",
+        4,
+        "--steps",
+        4,
+        "--every",
+        2,
+        "--warmup",
+        1,
+        "--out",
+        tmp_path / "out",
+        "--json",
+        "--no-turn-back",
+    ]
     done = CliRunner().invoke(app, ["train", "kvpop", *map(str, [*arguments, *more])])
     assert done.exit_code == 0, done.output
     policy = KVpop.from_pretrained(tmp_path / "out")

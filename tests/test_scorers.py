@@ -157,6 +157,32 @@ def test_16_bit_keys_are_read_in_fp32():
     assert torch.equal(low, made.judge(x.float(), x.float(), made.blank((2, A)))[0])
 
 
+def test_keys_that_are_turned_back_are_read_alike_wherever_they_stand():
+    angle = torch.tensor([1.0, 0.3, 0.01])
+    made = scorers("both", turned=6)
+    made.frequencies.copy_(angle)
+    x = sequence(30)
+    keys, values = x[..., :D], x[..., D:]
+
+    def turned(first: int) -> Tensor:
+        """The keys as a model caches them from position `first` on: dimension i turned with i + 3, two left alone."""
+        at = (first + torch.arange(30))[:, None] * angle
+        low, high, rest = keys[..., :3], keys[..., 3:6], keys[..., 6:]
+        return torch.cat([low * at.cos() - high * at.sin(), high * at.cos() + low * at.sin(), rest], -1)
+
+    plain = made.tokens(keys, values, torch.zeros(30, dtype=torch.int32))
+    assert torch.equal(plain, x)
+    for first in (0, 1000):
+        back = made.tokens(turned(first), values, first + torch.arange(30))
+        torch.testing.assert_close(back, x, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(made(turned(0), values), along_plain(made, x), atol=1e-4, rtol=1e-3)
+
+
+def along_plain(made: Scorers, x: Tensor) -> Tensor:
+    found = along(made, x, [30])
+    return torch.cat([found, torch.zeros_like(found[..., :1]).expand(-1, -1, made.shape.delay)], -1)
+
+
 def test_calibrated_scorers_read_what_is_centred_and_scaled():
     made = make_scorers(ScorerShape(num_agents=A, key_size=D, value_size=V, architecture="mlp", hidden=7))
     x = sequence(500, batch=1)[0] * 30 + 100
@@ -182,7 +208,11 @@ def test_the_decay_lies_between_its_bounds_and_has_a_gradient():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"architecture": "large"}, "mlp, memory, both"), ({"memory": 0}, "memory of the scorers must be at least 1")],
+    [
+        ({"turned": 3}, "even number of the 2 of a key"),
+        ({"architecture": "large"}, "mlp, memory, both"),
+        ({"memory": 0}, "memory of the scorers must be at least 1"),
+    ],
 )
 def test_shapes_that_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError, match=message):

@@ -134,6 +134,7 @@ def kvpop(
     late: Annotated[
         bool, typer.Option(help="Read the memory when a token leaves the window, or when it comes.")
     ] = True,
+    turn_back: Annotated[bool, typer.Option(help="Read keys as they were before the model's rotation.")] = True,
     hidden: Annotated[int, typer.Option(help="Width of the layer that reads the token itself.")] = 64,
     memory: Annotated[int, typer.Option(help="Size of the memory.")] = 32,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 400,
@@ -184,7 +185,7 @@ def kvpop(
         patience=patience,
         seed=seed,
     )
-    options = {"architecture": architecture, "hidden": hidden, "memory": memory, "late": late}
+    options = {"architecture": architecture, "hidden": hidden, "memory": memory, "late": late, "turn_back": turn_back}
     if what == "all":
         distillation = Distillation(cutoff=settings, model_lr=model_lr)
         _distil(model, texts, length, prompts, distillation, recipe, folder, device, as_json, **options)

@@ -1,6 +1,6 @@
 """KVpop: each token is scored once, as it leaves the recent window, and the least one goes (arXiv 2607.05061).
 
-B sequences, H KV heads, N slots, T new tokens, F numbers of a key and a value.
+B sequences, H KV heads, N slots, T new tokens, D size of a key, Dv of a value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,10 +79,10 @@ class KVpop(LearnedPolicy):
         index = _new_slots(seen) if delay == 0 else _slots_at(slots.positions, places, seen)
         scorers: Scorers = self.trained.on(slots.keys.device)
         rows = self.trained.rows(seen.layer, slots.keys.shape[1])
-        new = torch.cat([seen.new_keys, seen.new_values], dim=-1)
         valid = seen.new_positions[:, :1] != EMPTY
         with torch.no_grad():
-            asked = new if delay == 0 else _tokens(slots, index)
+            new = scorers.tokens(seen.new_keys, seen.new_values, seen.new_positions)
+            asked = new if delay == 0 else scorers.tokens(*_tokens(slots, index), places)
             scores, memory = scorers.judge(asked, new, _memory(slots), valid, rows)
             priority = static_priority(scores, places, scorers.log_decay[rows])
         slots.side("kvpop").scatter_(2, index, priority)
@@ -124,8 +124,9 @@ class KVpop(LearnedPolicy):
             )
         # what stays is taken in anew
         left = slots.length - seen.num_new
-        tokens = torch.cat([slots.keys[:, :, :left], slots.values[:, :, :left]], dim=-1)
         scorers: Scorers = self.trained.on(slots.keys.device)
+        kept = (array[:, :, :left] for array in (slots.keys, slots.values, slots.positions))
+        tokens = scorers.tokens(*kept)
         memory = scorers.blank(tokens.shape[:2], tokens.device)
         if left:
             rows = self.trained.rows(seen.layer, tokens.shape[1])
@@ -165,11 +166,11 @@ def _keep(slots: Slots, memory: Memory | None) -> None:
         slots.streams[name].copy_(array)
 
 
-def _tokens(slots: Slots, index: Int[Tensor, "B H T"]) -> Float[Tensor, "B H T F"]:
-    """Keys and values of these slots, side by side."""
+def _tokens(slots: Slots, index: Int[Tensor, "B H T"]) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B H T Dv"]]:
+    """Keys and values of these slots."""
     rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
     place = (rows[:, None, None], heads[:, None], index)
-    return torch.cat([slots.keys[place], slots.values[place]], dim=-1)
+    return slots.keys[place], slots.values[place]
 
 
 def _new_slots(seen: Observation) -> Int[Tensor, "B H T"]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, logsigmoid, pad, silu
 
@@ -42,6 +42,8 @@ class ScorerShape:
         memory: numbers that the memory keeps under each of its features, and half as many features.
         window: tokens of the recent window, behind which a token competes.
         late: whether the memory is read when a token leaves that window; else when it comes.
+        turned: numbers of a key that the model's rotation turns, which are turned back before they are read; 0 reads
+            keys as they are cached.
 
     Raises:
         ValueError: for an unknown architecture or a size below 1.
@@ -55,13 +57,16 @@ class ScorerShape:
     memory: int = 32
     window: int = 64
     late: bool = True
+    turned: int = 0
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"unknown architecture {self.architecture!r}; choose one of {', '.join(ARCHITECTURES)}")
         for name, size in asdict(self).items():
-            if name not in ("architecture", "late") and size < 1:
+            if name not in ("architecture", "late", "turned") and size < 1:
                 raise ValueError(f"{name} of the scorers must be at least 1, got {size}")
+        if self.turned % 2 or not 0 <= self.turned <= self.key_size:
+            raise ValueError(f"turned is an even number of the {self.key_size} of a key, got {self.turned}")
 
     @property
     def reads_token(self) -> bool:
@@ -89,9 +94,11 @@ class Scorers(nn.Module):
 
     centre: Tensor
     spread: Tensor
+    frequencies: Tensor
 
     def __init__(self, shape: ScorerShape):
         super().__init__()
+        self.register_buffer("frequencies", torch.zeros(shape.turned // 2))
         self.shape = shape
         size = shape.key_size + shape.value_size
         # what is read of a token when it is judged, and what the memory takes in of it
@@ -125,11 +132,23 @@ class Scorers(nn.Module):
             rows: the agents asked, such as those of one layer.
         """
         n, delay = keys.shape[-2], self.shape.delay
-        read = self._read(torch.cat([keys, values], dim=-1), rows)
+        read = self._read(self.tokens(keys, values, torch.arange(n, device=keys.device)), rows)
         asked, taken = read[..., : self._asked], read[..., self._asked :]
         late = pad(asked, (0, 0, delay, 0))[..., :n, :]
         scores, _ = self._judge(late, taken, self.blank(keys.shape[:-2], keys.device), None, rows)
         return pad(scores[..., delay:], (0, min(delay, n)))
+
+    def tokens(
+        self, keys: Float[Tensor, "*B n D"], values: Float[Tensor, "*B n V"], positions: Int[Tensor, "*_ n"]
+    ) -> Float[Tensor, "*B n F"]:
+        """What is read of tokens, in fp32: keys, turned back to position 0, and values, side by side."""
+        keys, half = keys.float(), self.shape.turned // 2
+        if half:
+            angles = positions[..., None] * self.frequencies
+            cos, sin = angles.cos(), angles.sin()
+            first, second, rest = keys.split([half, half, keys.shape[-1] - 2 * half], dim=-1)
+            keys = torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
+        return torch.cat([keys, values.float()], dim=-1)
 
     def judge(
         self,
@@ -142,8 +161,8 @@ class Scorers(nn.Module):
         """The scores of T tokens, each judged once the new token at the same place is taken in, and what is then held.
 
         Args:
-            asked: keys and values, side by side, of the tokens that are judged.
-            new: of the tokens that are taken in.
+            asked: the tokens that are judged (`tokens`).
+            new: those that are taken in.
             memory: what was held before them; None without a memory.
             valid: False where a new token is padding, which changes nothing; None where none is.
             rows: the agents asked, such as those of one layer.
@@ -162,8 +181,9 @@ class Scorers(nn.Module):
         return Memory(*(torch.zeros(*batch, *size, device=device) for size in (held, level)))
 
     def calibrate(self, samples: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Learn what keys and values `[A, n, ...]` are typically like, before training starts."""
-        inputs = torch.cat([torch.cat(sample, dim=-1).float() for sample in samples], dim=-2)
+        """Learn what keys and values `[A, n, ...]` of whole sequences are typically like, before training starts."""
+        places = lambda keys: torch.arange(keys.shape[1], device=keys.device)  # noqa: E731
+        inputs = torch.cat([self.tokens(keys, values, places(keys)) for keys, values in samples], dim=-2)
         self.centre.copy_(inputs.mean(-2, keepdim=True))
         # an input that never changes in the samples is not blown up
         self.spread.copy_(inputs.std(-2, keepdim=True).clamp(min=1e-2))
@@ -198,9 +218,16 @@ def memory_shapes(shape: ScorerShape) -> tuple[tuple[int, int], tuple[int]]:
     return (2 * shape.memory, shape.memory + 1), (1,)
 
 
-def make_scorers(shape: ScorerShape, seed: int = 0) -> Scorers:
-    """Untrained scorers, the same for the same seed."""
-    return make_stack(lambda: Scorers(shape), seed)
+def make_scorers(shape: ScorerShape, seed: int = 0, frequencies: Tensor | None = None) -> Scorers:
+    """Untrained scorers, the same for the same seed.
+
+    Args:
+        frequencies: by which the model's rotation turns pairs of dimensions a position, where keys are turned back.
+    """
+    scorers = make_stack(lambda: Scorers(shape), seed)
+    if frequencies is not None:
+        scorers.frequencies.copy_(frequencies)
+    return scorers
 
 
 def load_scorers(shape: ScorerShape, tensors: Mapping[str, Tensor]) -> Scorers:
