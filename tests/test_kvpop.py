@@ -16,8 +16,9 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep import KVCache
+from kvkeep.cache import _rotary
 from kvkeep.evaluate.dense_twin import witnessed
-from kvkeep.fingerprint import fingerprint
+from kvkeep.fingerprint import fingerprint, rotation_frequencies
 from kvkeep.policies import KVpop, KVpopMLP
 from kvkeep.pool import Window, hold
 
@@ -205,3 +206,36 @@ def test_the_shipped_weights_are_small_and_say_how_they_came_about(kind):
     assert policy.file.layers == list(range(30)) and policy.file.training and policy.shape.window == 64
     assert not re.search(r"(?<![\w.])/(?:work|root|home|tmp)/", str(policy.file.training))
     assert math.prod(policy.file.tensors["age"].shape) == 90
+
+
+# keys as they were before the rotation
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_frequencies_are_those_of_the_models_own_rotation(tiny, family):
+    model = tiny(family)
+    cos, sin = _rotary(model)(torch.tensor([[1]]))
+    expected = torch.atan2(sin, cos)[0, 0, :8]
+    torch.testing.assert_close(torch.tensor(rotation_frequencies(fingerprint(model.config))), expected)
+
+
+def test_a_rotation_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="read them as they are cached"):
+        rotation_frequencies({"head size": 8, "rotation": {"rope_type": "llama3", "rope_theta": 1e4}})
+
+
+def test_a_policy_that_turns_keys_back_decodes_as_it_reads_at_once(tiny):
+    model = tiny("llama")
+    shape = fingerprint(model.config)
+    file = KVpop.untrained(shape, turned=16).file
+    file.tensors["frequencies"].copy_(torch.tensor(rotation_frequencies(shape)))
+    policy = KVpop(weights="turned", trained=KVpop.network_of(file))
+    whole, steps = (KVCache(model, policy=policy, budget=1000) for _ in range(2))
+    read(model, whole, tokens(50))
+    for token in tokens(50)[0]:
+        read(model, steps, token.view(1, 1))
+    for one, other in zip(whole.managed, steps.managed, strict=True):
+        torch.testing.assert_close(one.slots.side("kvpop"), other.slots.side("kvpop"), atol=1e-4, rtol=1e-3)
+    plain = KVCache(model, policy=policy_named("kvpop", model), budget=1000)
+    read(model, plain, tokens(50))
+    assert not torch.allclose(plain.managed[0].slots.side("kvpop"), whole.managed[0].slots.side("kvpop"), atol=1e-2)
