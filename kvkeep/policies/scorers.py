@@ -98,7 +98,8 @@ class Scorers(nn.Module):
 
     def __init__(self, shape: ScorerShape):
         super().__init__()
-        self.register_buffer("frequencies", torch.zeros(shape.turned // 2))
+        if shape.turned:
+            self.register_buffer("frequencies", torch.zeros(shape.turned // 2))
         self.shape = shape
         size = shape.key_size + shape.value_size
         # what is read of a token when it is judged, and what the memory takes in of it
@@ -225,7 +226,7 @@ def make_scorers(shape: ScorerShape, seed: int = 0, frequencies: Tensor | None =
         frequencies: by which the model's rotation turns pairs of dimensions a position, where keys are turned back.
     """
     scorers = make_stack(lambda: Scorers(shape), seed)
-    if frequencies is not None:
+    if shape.turned and frequencies is not None:
         scorers.frequencies.copy_(frequencies)
     return scorers
 
