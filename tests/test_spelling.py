@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeep.cli.console import names
-from kvkeep.evaluate.run import Arm, _arms
+from kvkeep.evaluate.run import Arm, arms_of
 from kvkeep.policies import LoreKV, SnapKV, make_policy, parse, spelled
 
 
@@ -73,8 +73,8 @@ def test_options_that_do_not_exist_or_fit_are_refused(text, options, message):
         make_policy(text, **options)
 
 
-def test_an_evaluation_names_its_arms_by_that_spelling_and_takes_each_once():
-    arms = _arms(["lorekv(futures=4)", "lorekv", "lorekv(steps=2 )", "full"], [64])
+def test_an_evaluation_names_itsarms_of_by_that_spelling_and_takes_each_once():
+    arms = arms_of(["lorekv(futures=4)", "lorekv", "lorekv(steps=2 )", "full"], [64])
     assert arms == [Arm("full", "full"), Arm("lorekv", "64"), Arm("lorekv(steps=2)", "64")]
 
 

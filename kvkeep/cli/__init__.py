@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from .agreement import agreement
 from .bench import bench
 from .console import Commands
 from .demo import demo
@@ -40,6 +41,7 @@ app.command()(generate)
 app.command(name="eval")(evaluate)
 # what it does not know is the harness's
 app.command(name="lm-eval", context_settings={"ignore_unknown_options": True})(lm_eval)
+app.command()(agreement)
 app.command()(bench)
 app.command()(trace)
 app.command()(replay)

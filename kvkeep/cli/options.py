@@ -21,6 +21,11 @@ _POLICIES = (
     "or lorekv (docs/policies.md), with options as in snapkv(window=16)"
 )
 
+_DATA = (
+    "tasks:NAMES/inside or tasks:NAMES/after, text:FILE_OR_FOLDER, chat:FILE.jsonl, or FILE.jsonl with a prompt, "
+    "messages or text in each line. Repeat it for a mixture."
+)
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of text.")]
 Model = Annotated[str, typer.Option("--model", "-m", help=_MODEL)]
 Dtype = Annotated[
@@ -47,6 +52,7 @@ Questions = Annotated[
     list[Question], typer.Option("--question", help="Is the question compressed with the text, or does it come after?")
 ]
 Sources = Annotated[list[str], typer.Option(metavar="NAME,...", help="Only sources that begin so, such as niah.")]
+Texts = Annotated[list[str], typer.Option("--data", metavar="DATA", help=_DATA)]
 
 Haystack = Annotated[Path | None, typer.Option(help="Folder of .txt files in place of the bundled prose.")]
 Templates = Annotated[Path | None, typer.Option(help="JSON file with other words around the tasks.")]

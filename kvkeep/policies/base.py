@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..attention import AttentionMass
+from ..budget import Budget
 from ..slots import Slots
 from .deletion import Projection
 
@@ -164,6 +165,18 @@ class Policy(ABC):
     def track(self, seen: Observation) -> None:
         """Update the side arrays after every forward, whether or not something must go. Default: nothing."""
         return
+
+    def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"] | None:
+        """Which of all tokens so far each new one would still find; None where that cannot be told beforehand.
+
+        With this a long text can be read in few forwards, and gives what evicting token by token would have given.
+
+        Args:
+            seen: everything so far, nothing evicted.
+            limits: slots kept right before each new token.
+            budget: sinks and recent tokens that are always kept.
+        """
+        return None
 
     @abstractmethod
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:

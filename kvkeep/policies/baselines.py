@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
+from ..budget import Budget
 from .base import Observation, Policy, hashed_uniform
 
 
@@ -34,6 +35,13 @@ class Streaming(Policy):
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         return seen.slots.positions.float()
+
+    def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"]:
+        assert seen.query_positions is not None
+        at, held = seen.query_positions[:, None, :, None], seen.slots.positions[:, :, None]
+        # right before the token at q the latest ones kept are those from q - (limit - sinks) on
+        first = at - (limits.to(at) - budget.sinks)[:, None]
+        return (held <= at) & ((held < budget.sinks) | (held >= first))
 
 
 @dataclass(frozen=True, kw_only=True)
