@@ -26,7 +26,7 @@ def drawn(length: int, seed: int) -> torch.Tensor:
     return torch.randint(4, 100, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def item(name: str = "a", *, prompt: int = 50, text: int = 90, source: str = "text/one", num_new: int = 0) -> Item:
+def item(name: str = "a", *, prompt: int = 50, text: int = 70, source: str = "text/one", num_new: int = 0) -> Item:
     tokens = drawn(prompt + text, len(name))
     branch = Branch(tokens[:, prompt:], num_new)
     return Item(source=source, split="test", name=name, token_ids=tokens[:, :prompt], branches=[branch])
@@ -80,7 +80,7 @@ def alone(model, one: Item, **settings) -> torch.Tensor:
 
 def test_each_arm_of_a_batch_predicts_what_it_would_alone(tiny, tmp_path):
     one, model = item(), tiny("llama")
-    read(tiny, tmp_path, one, policies=["streaming", "tova", "keydiff"], budgets=[24, "40%"])
+    read(tiny, tmp_path, one, policies=["tova"], budgets=[24, "40%"])
     full = alone(model, one).log_softmax(-1)
     for record in read_samples(tmp_path / "samples.jsonl")[:-1]:
         theirs = alone(model, one, policy=record["policy"], budget=record["budget"]).log_softmax(-1)
@@ -88,7 +88,7 @@ def test_each_arm_of_a_batch_predicts_what_it_would_alone(tiny, tmp_path):
         assert record["blocks"]["kl"] == pytest.approx([float(b.sum()) for b in kl.split(BLOCK)], rel=1e-3, abs=1e-5)
         assert record["blocks"]["top1"] == [float(block.sum()) for block in same.split(BLOCK)]
         assert record["score"] == pytest.approx(float(same.mean()))
-    assert record["kept"] == math.ceil(0.4 * 139)
+    assert record["kept"] == math.ceil(0.4 * 119)
 
 
 def test_every_policy_can_be_read_together_with_the_others(tiny, tmp_path):
@@ -99,7 +99,7 @@ def test_every_policy_can_be_read_together_with_the_others(tiny, tmp_path):
 
 
 def test_rows_weigh_texts_alike_and_positions_by_their_tokens(tiny, tmp_path):
-    long, short = item("long", text=200, source="text/one"), item("b", text=70, source="chat/two")
+    long, short = item("long", text=140, source="text/one"), item("b", text=70, source="chat/two")
     rows = read(tiny, tmp_path, long, short, policies=["streaming"], by_source=True)
     assert [row.task for row in rows[:: 2 * len(METRICS)]] == ["all", "text/one", "chat/two"]
     whole, one, two = (
@@ -109,7 +109,7 @@ def test_rows_weigh_texts_alike_and_positions_by_their_tokens(tiny, tmp_path):
     assert whole.low == pytest.approx(min(one.value, two.value)) and whole.n == 2
     places = one.extra["by_position"]
     assert [(place["first"], place["until"]) for place in places] == [(0, 64), (64, 128), (128, 256)]
-    assert one.value == pytest.approx(sum(p["value"] * n for p, n in zip(places, (64, 64, 72), strict=True)) / 200)
+    assert one.value == pytest.approx(sum(p["value"] * n for p, n in zip(places, (64, 64, 12), strict=True)) / 140)
     assert [place["n"] for place in whole.extra["by_position"]] == [2, 2, 1]
     ratio = by_arm(rows, "perplexity_ratio")["streaming", "32"].value
     perplexities = by_arm(rows, "perplexity")
@@ -118,17 +118,17 @@ def test_rows_weigh_texts_alike_and_positions_by_their_tokens(tiny, tmp_path):
 
 def test_the_row_of_the_full_cache_says_what_rounding_does(tiny, tmp_path):
     [row] = [row for row in read(tiny, tmp_path) if row.metric == "kl_to_full" and row.policy == "full"]
-    assert 0 <= row.value < 1e-6 and row.kept == 139
+    assert 0 <= row.value < 1e-6 and row.kept == 119
 
 
 def test_the_models_own_answer_is_read_where_it_is_asked_for(tiny, tmp_path, monkeypatch):
-    model, one = tiny("llama"), item(text=0, num_new=40)
+    model, one = tiny("llama"), item(text=0, num_new=20)
     fed = []
     monkeypatch.setattr(
         module, "compare", lambda full, logits, token: fed.append(token) or compare(full, logits, token)
     )
     read(tiny, tmp_path, one)
-    answer = model.generate(one.token_ids, attention_mask=torch.ones(1, 50), max_new_tokens=40, do_sample=False)
+    answer = model.generate(one.token_ids, attention_mask=torch.ones(1, 50), max_new_tokens=20, do_sample=False)
     assert fed == answer[0, 50:].tolist()
     assert by_arm(read_rows(tmp_path / "rows.jsonl"), "perplexity")["full", "full"].value < 128
 
@@ -136,8 +136,7 @@ def test_the_models_own_answer_is_read_where_it_is_asked_for(tiny, tmp_path, mon
 # under a mask, and in chunks
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-@pytest.mark.parametrize("budget", [24, 40, "30%", 500])
+@pytest.mark.parametrize(("family", "budget"), [("llama", 24), ("llama", "30%"), ("llama", 500), ("qwen3", 40)])
 def test_reading_at_once_under_a_mask_equals_token_by_token(tiny, tmp_path, family, budget, monkeypatch):
     monkeypatch.setattr(module, "_PIECE", 37)
     by_token, at_once = (
@@ -223,9 +222,9 @@ def test_the_command_reads_held_out_texts(tmp_path):
     lines = [{"text": "".join(chr(97 + (i * j) % 26) for i in range(300))} for j in range(60)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["agreement", "--model", folder, "--data", str(tmp_path / "texts.jsonl"), "-n", "2", "-p", "streaming"]
-    options = ["-b", "32", "--length", "100", "--tokens", "80", "--least-tokens", "80", "--least-length", "60"]
+    options = ["-b", "32", "--length", "100", "--tokens", "30", "--least-tokens", "30", "--least-length", "60"]
     done = CliRunner().invoke(app, [*arguments, *options, "--out", str(tmp_path / "out"), "--json"])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {(row["policy"], row["n"], row["split"]) for row in rows} == {("full", 2, "test"), ("streaming", 2, "test")}
-    assert rows[0]["extra"]["tokens"] == 160 and 60 <= rows[0]["extra"]["prompt_tokens"] <= 100
+    assert rows[0]["extra"]["tokens"] == 60 and 60 <= rows[0]["extra"]["prompt_tokens"] <= 100
