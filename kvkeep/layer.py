@@ -473,6 +473,10 @@ class KVLayer(AttendingLayer):
         assert self.lengths is not None and self._costs is not None
         return self.plan.limits(self.seen, self.lengths, self._costs)[self.order]
 
+    def holdings(self) -> dict[str, Int[Tensor, "B H _"]]:
+        """Positions of the tokens held, by tier, -1 where there is none: here all of them in full precision."""
+        return {} if self.slots is None else {"full": self.slots.positions}
+
     def nbytes(self) -> dict[str, int]:
         """Measured bytes of everything this layer holds, by array."""
         if self.slots is None or self.lengths is None:
