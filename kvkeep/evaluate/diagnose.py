@@ -102,7 +102,7 @@ def diagnose(
     Args:
         items: prompts and the texts behind them (see `kvkeep.corpus.harvest`).
         policies, budgets: as for `kvkeep.evaluate.run.evaluate`.
-        views: texts of which every token's fate is kept too, in `out`/views, for the page.
+        views: texts of which every token's fate under the first budget is kept too, in `out`/views, for the page.
         command: how to run this again, for the rows; None takes this process's command line.
 
     Returns:
@@ -186,7 +186,7 @@ class _Session:
         naming = {"model": model_name, "task": item.source, "split": item.split, "index": item.name, "seed": self.seed}
         accounts = self._read(item, keep_views=views is not None)
         for arm in missing:
-            if views is not None:
+            if views is not None and accounts[arm].keeps_view:
                 _write_view(views, arm, self._view(item, accounts[arm]))
             log.append(
                 {
@@ -205,7 +205,7 @@ class _Session:
         """Read one text through the full cache and all others together."""
         device = self.model.device
         prompt, text = item.token_ids.to(device), item.branches[0].given.to(device)
-        accounts = {arm: _Account(self.events, keep_views) for arm in self.all_arms}
+        accounts = {arm: _Account(self.events, keep_views and self._is_shown(arm)) for arm in self.all_arms}
         full = _FullCache(self.model)
         members = {arm: self._member(arm, accounts[arm]) for arm in self.arms if arm.policy != FULL}
         asked = {Arm(FULL, FULL): full.cache, **members}
@@ -230,6 +230,10 @@ class _Session:
             }
         return accounts
 
+    def _is_shown(self, arm: Arm) -> bool:
+        """Whether the page shows the tokens' fate under an arm."""
+        return arm.budget == next((arm.budget for arm in self.arms if arm.policy != FULL), FULL)
+
     def _member(self, arm: Arm, account: "_Account") -> KVCache:
         cache = arm.fresh_cache(self.model, self.seed)
         if account.keeps_view:
@@ -252,7 +256,6 @@ class _Session:
             "source": item.source,
             "name": item.name,
             "prompt_tokens": item.num_tokens,
-            "omega": self.events.omega,
             "tokens": [self.tokenizer.decode([token]) for token in tokens],
             **account.view(),
         }
@@ -388,14 +391,15 @@ class _Account:
         padded = [torch.nn.functional.pad(one, (0, n - one.shape[1]), value=torch.nan) for one in worth]
         return {
             "steps": self._steps,
-            "layers": L,
+            "sinks": int((self._before[0, 0] == SINK).sum()),
+            "recent": int((self._before[0, 0] == _RECENT).sum()),
             "heads": H,
             "length": n,
             "starts": [0, *moves.head.bincount(minlength=L * H).cumsum(0).tolist()],
             "token": _packed(moves.token[order].to(torch.int32)),
-            "event": _packed(moves.event[order].to(torch.int16)),
+            "event": _packed(moves.event[order].to(torch.int32)),
             "tier": _packed(moves.tier[order].to(torch.uint8)),
-            "worth": _packed(torch.stack(padded).to(torch.float16)) if padded else "",
+            "worth": _packed(torch.stack(padded).float()) if padded else "",
         }
 
 

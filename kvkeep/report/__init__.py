@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvkeep.evaluate.rows import Row, read_rows, read_samples, replace_file
+from kvkeep.report.diagnosis import write_diagnosis
 from kvkeep.report.outputs import cases_by_task
 from kvkeep.report.page import Plot, Section, render
 from kvkeep.report.plots import DARK, LIGHT, accuracy_plot, bytes_plot
@@ -14,7 +15,7 @@ from kvkeep.report.positions import stretches
 from kvkeep.report.tables import Block, blocks
 from kvkeep.report.terminal import print_table
 
-__all__ = ["Report", "print_table", "write_report"]
+__all__ = ["Report", "print_table", "write_diagnosis", "write_report"]
 
 ACCURACY_CAPTION = "Accuracy against the cache's budget. Bands are 95% intervals; the dashed line is the full cache."
 BYTES_CAPTION = "What the cache really held, summed over its storages, against the full cache."
