@@ -241,8 +241,12 @@ class _Session:
         return cache
 
     def _with_oracles(self, tiers: dict[Arm, Tiers], mass: Float[Tensor, "L H n"]) -> dict[Arm, Tiers]:
-        """Beside what caches held, what was best to hold: as many tokens as the first cache of each budget has."""
-        likes = {arm.budget: held for arm, held in reversed(tiers.items()) if arm.policy != FULL}
+        """Beside what caches held, what was best to hold: as many tokens as the cache of that budget with fewest."""
+        likes: dict[str, Tiers] = {}
+        for arm, held in tiers.items():
+            fewest = likes.get(arm.budget)
+            if arm.policy != FULL and (fewest is None or _num_chosen(held) < _num_chosen(fewest)):
+                likes[arm.budget] = held
         oracles = {
             Arm(name, budget): best_tiers(held, mass, omega)
             for budget, held in likes.items()
@@ -285,12 +289,17 @@ def best_tiers(like: Int[Tensor, "L H n"], mass: Float[Tensor, "L H n"], omega: 
     places = ((like[0, 0] != SINK) & (like[0, 0] != _RECENT)).nonzero()[:, 0]
     if not len(places):
         return like
-    count = int(((like[0, 0] == _FULL) | (like[0, 0] == _QUANTIZED)).sum()) // omega
+    count = _num_chosen(like) // omega
     first, until = int(places[0]), int(places[-1]) + 1
     chosen = heaviest(mass, count, omega=omega, first=first, until=until)
     best = like.clone()
     best[..., first:until] = torch.where(chosen[..., first:until], _FULL, _GONE).to(like.dtype)
     return best
+
+
+def _num_chosen(tiers: Tiers) -> int:
+    """Tokens of a head that a policy holds by choice."""
+    return int(((tiers[0, 0] == _FULL) | (tiers[0, 0] == _QUANTIZED)).sum())
 
 
 class _FullCache:
