@@ -14,7 +14,20 @@ ROOT = Path(__file__).parents[1] / "kvkeep"
 
 # from the ground up: a file or folder imports from its own line and from those above it here
 LEVELS = [
-    {"names", "slots", "quant", "budget", "selection", "fingerprint", "future", "losses", "metrics", "saving", "hub"},
+    {
+        "names",
+        "rotation",
+        "slots",
+        "quant",
+        "budget",
+        "selection",
+        "fingerprint",
+        "future",
+        "losses",
+        "metrics",
+        "saving",
+        "hub",
+    },
     {"attention"},
     {"policies"},
     {"cache_report", "padding", "projections", "layer", "cache", "group", "branches"},

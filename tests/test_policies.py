@@ -21,8 +21,8 @@ from kvkeep.names import nearest
 from kvkeep.policies import Observation, Policy, make_policy
 from kvkeep.policies.agents import AgentShape, make_agents
 from kvkeep.policies.base import hashed_uniform
-from kvkeep.policies.baselines import rotate
 from kvkeep.policies.kvp import Ranking, policy_file
+from kvkeep.rotation import rotate
 from kvkeep.slots import EMPTY, Slots
 
 H, G, D, DV = 2, 3, 8, 6

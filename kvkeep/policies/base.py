@@ -4,7 +4,7 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from ..attention import AttentionMass
 from ..budget import Budget
+from ..rotation import Rotary
 from ..slots import Slots
 from .deletion import Projection
-
-# maps positions [..., T] to (cos, sin), each [..., T, R] with R <= D rotated dimensions, halves repeated
-Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Look(NamedTuple):

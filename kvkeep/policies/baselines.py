@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from ..budget import Budget
+from ..rotation import rotate, unrotate
 from .base import Observation, Policy, hashed_uniform
 
 
@@ -250,9 +251,7 @@ class ExpectedAttention(Policy):
         assert seen.queries is not None and seen.query_positions is not None and seen.rotary is not None
         at = seen.query_positions.long()
         cos, sin = (table[:, None] for table in seen.rotary(at.clamp(min=0)))
-        # the tables of some long-context rotations scale too
-        scale = cos**2 + sin**2
-        plain = rotate(seen.queries.float(), cos / scale, -sin / scale)
+        plain = unrotate(seen.queries.float(), cos, sin)
         # sinks are no typical queries
         counted = at >= self._num_sinks(seen)
         weight = counted[:, None, :, None] / counted.sum(1)[:, None, None, None].clamp(min=1)
@@ -284,15 +283,6 @@ class Oracle(Policy):
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         return seen.slots.side("oracle")
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first R dimensions of `x`, halves paired; the others pass."""
-    size = cos.shape[-1]
-    turned, rest = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1)
 
 
 def _expected_logits(product: Tensor, spread: Tensor, seen: Observation) -> Tensor:
