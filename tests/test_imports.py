@@ -30,7 +30,7 @@ LEVELS = [
     },
     {"attention"},
     {"policies"},
-    {"cache_report", "padding", "projections", "layer", "cache", "group", "branches"},
+    {"cache_report", "padding", "projections", "layer", "tiered_layer", "cache", "group", "branches"},
     {"models", "chat", "lookahead", "model", "trace", "recorder", "train"},
     {"evaluate"},
     {"corpus", "tracing", "report", "demo"},

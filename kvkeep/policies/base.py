@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..attention import AttentionMass
 from ..budget import Budget
+from ..attention import AttentionMass, CodedAttention
 from ..rotation import Rotary
 from ..slots import Slots
 from .deletion import Projection
@@ -46,6 +47,16 @@ class Futures(NamedTuple):
     positions: Int[Tensor, "B F"] | None = None
 
 
+class Tiers(NamedTuple):
+    """How a policy wants windows of tokens held as codes: see `policies.tiered.TieredPolicy`."""
+
+    window: int
+    bits: int
+    quantized: float
+    share_heads: bool
+    guard: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observation:
     """One layer right after the attention of T new tokens, before anything is evicted.
@@ -63,6 +74,7 @@ class Observation:
         projection: this layer's output projection, for policies that need it; None where a head's output passes through
             something else first.
         layer: index of the layer.
+        coded: attention of the new queries over windows held as codes; None where there are none.
         ahead: the new tokens are a look-ahead that will be taken back.
         held: nothing is evicted before the policy has seen the futures it asked for (`Policy.look`).
         futures: those futures. The rest is what the policy remembered of the prompt (`Policy.remember`), with `ahead`.
@@ -79,6 +91,7 @@ class Observation:
     scale: float | None = None
     rotary: Rotary | None = None
     projection: Projection | None = None
+    coded: CodedAttention | None = None
     ahead: bool = False
     held: bool = False
     futures: Futures | None = None
@@ -126,6 +139,11 @@ class Policy(ABC):
     side: ClassVar[tuple[str, ...]] = ()
     schedule: ClassVar[str] = "uniform"
     chunk_free: ClassVar[bool] = False
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """How it wants tokens held as codes before they go. Default: not at all."""
+        return None
 
     def settings(self) -> dict[str, Any]:
         """What makes this policy again, as plain JSON: `type(policy)(**policy.settings())`."""
@@ -175,6 +193,12 @@ class Policy(ABC):
             budget: sinks and recent tokens that are always kept.
         """
         return None
+    def revise(self, worth: Float[Tensor, "B H W"], seen: Observation) -> Float[Tensor, "B H W"]:
+        """What windows held as codes are worth after a forward (`seen.coded`): the mean of what their tokens would be.
+
+        Default: what they were worth when they were last held in full precision.
+        """
+        return worth
 
     @abstractmethod
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
