@@ -23,7 +23,7 @@ from .windows import Codec, TieredSlots, guarded_codec, key_bits
 class _InSlots(NamedTuple):
     """Windows whose tokens lie in slots: the slot of each token, and the position of each window's first, or -1."""
 
-    index: Int[Tensor, "B H F w"]
+    slot: Int[Tensor, "B H F w"]
     starts: Int[Tensor, "B H F"]
 
 
@@ -99,6 +99,9 @@ class TieredLayer(KVLayer):
         codec = self._codec_for(held, seen)
         room = self._room_for_windows(codec)
         due = (held.starts != EMPTY).sum(-1).amax(1) > room.full
+        if self._tiered.coded is not None:
+            # a growing budget may have turned room for codes into room for slots
+            due = due | (self._tiered.coded.occupied.sum(-1).amax(1) > room.coded)
         if bool(due.any()):
             self._fresh = 0
             choice = self._candidates(held, self._score(seen))
@@ -109,8 +112,8 @@ class TieredLayer(KVLayer):
 
     def _candidates(self, held: _InSlots, score: Float[Tensor, "B H N"]) -> _Candidates:
         """The windows that compete, with what each is worth."""
-        largest, size = torch.finfo(score.dtype).max, held.index.shape[-1]
-        tokens = score.clamp(-largest, largest).gather(2, held.index.flatten(2)).unflatten(2, held.index.shape[2:])
+        largest, size = torch.finfo(score.dtype).max, held.slot.shape[-1]
+        tokens = score.clamp(-largest, largest).gather(2, held.slot.flatten(2)).unflatten(2, held.slot.shape[2:])
         worth = (tokens / size).sum(-1)
         coded = self._tiered.coded
         starts, has_codes = held.starts, torch.zeros_like(held.starts, dtype=torch.bool)
@@ -162,7 +165,7 @@ class TieredLayer(KVLayer):
         chosen = _marked(fresh)
         if chosen is None:
             return None
-        index = held.index.gather(2, chosen[..., None].expand(*chosen.shape, held.index.shape[-1]))
+        index = held.slot.gather(2, chosen[..., None].expand(*chosen.shape, held.slot.shape[-1]))
         starts = held.starts.gather(2, chosen).masked_fill(~fresh.gather(2, chosen), EMPTY)
         keys, values = self._tokens(index)
         return codec.encode(keys, values, starts, worth.gather(2, chosen))
@@ -195,10 +198,10 @@ class TieredLayer(KVLayer):
         tail = (self._lengths - self._tail())[:, None, None]
         kept = (positions != EMPTY) & ((positions < self.plan.budget.sinks) | (positions >= tail))
         # what is no window writes behind the end
-        whole = (held.starts != EMPTY)[..., None].expand_as(held.index)
-        index = torch.where(whole, held.index, positions.shape[-1]).flatten(2)
+        whole = (held.starts != EMPTY)[..., None].expand_as(held.slot)
+        index = torch.where(whole, held.slot, positions.shape[-1]).flatten(2)
         marked = torch.cat([kept, kept[..., :1]], -1)
-        return marked.scatter(2, index, full[..., None].expand_as(held.index).flatten(2))[..., :-1]
+        return marked.scatter(2, index, full[..., None].expand_as(held.slot).flatten(2))[..., :-1]
 
     # how much
 
@@ -254,6 +257,14 @@ class TieredLayer(KVLayer):
         most = budget.sinks + budget.recent + size + int(room.full.amax()) * size
         return max(0, most - length)
 
+    def _room(self, num_new: int) -> int:
+        if self._answer is not None:
+            return super()._room(num_new)
+        if self.slots is None:
+            return 0
+        codec = self._plain_codec if self._tiered.coded is None else self._known_codec
+        return self._room_behind(self._room_for_windows(codec), self._slots.length + num_new)
+
     def _over_budget(self) -> Bool[Tensor, "B 1"]:
         room = self._room_for_windows(self._plain_codec)
         return (self._num_windows() > room.full)[:, None]
@@ -283,7 +294,7 @@ class TieredLayer(KVLayer):
         plain = self._plain_codec
         if seen.queries is None or seen.scale is None or not bool(self._over_budget().any()):
             return plain
-        keys, _ = self._tokens(held.index)
+        keys, _ = self._tokens(held.slot)
         queries = seen.queries[:, :, -_GUARD_QUERIES:]
         return guarded_codec(plain, keys, held.starts, queries, seen.scale, self._tiers.guard)
 

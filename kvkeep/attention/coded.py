@@ -4,9 +4,10 @@ B sequences, H KV heads, G query heads per KV head, N slots, W windows of w toke
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..slots import EMPTY, Slots
@@ -20,6 +21,15 @@ _BLOCK = 2**17
 _BLOCK_LOGITS = 2**22
 # logits of a tile of queries over the slots
 _TILE_LOGITS = 2**20
+
+
+class CodedTokens(NamedTuple):
+    """Tokens of windows in full precision, and which of them are read from codes; positions are -1 where none is."""
+
+    positions: Int[Tensor, "B H Ww"]
+    keys: Float[Tensor, "B H Ww D"]
+    values: Float[Tensor, "B H Ww Dv"]
+    read: Bool[Tensor, "B H Ww"]
 
 
 def read_coded(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, scale: float) -> Part:
@@ -75,6 +85,13 @@ class CodedAttention:
         if asked not in self._known:
             self._known[asked] = self._sum(query_weights(self._query_positions, last, decay=decay), power)
         return self._known[asked]
+
+    def tokens(self) -> CodedTokens:
+        """All tokens dequantized: a whole copy, for checks alone."""
+        codec, coded = self._codec, self._coded
+        read = ~coded.side("dormant")[..., None].expand(*coded.positions.shape, codec.window)
+        parts = (codec.positions(coded.positions), codec.keys(coded), codec.values(coded), read)
+        return CodedTokens(*(part.flatten(2, 3) for part in parts))
 
     def _sum(self, counts: Float[Tensor, "B T"], power: float) -> Float[Tensor, "B H W"]:
         group = self._packed.shape[2] // counts.shape[1]

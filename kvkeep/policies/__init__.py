@@ -8,7 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from ..names import nearest
-from .base import Futures, Look, Observation, Policy, Rotary, Tiers
+from ..rotation import Rotary
+from .base import Futures, Look, Observation, Policy, Tiers
 from .baselines import (
     H2O,
     ExpectedAttention,
