@@ -220,7 +220,9 @@ class KVCache(Cache):
     def report(self) -> CacheReport:
         """Tokens seen and kept and measured bytes of every managed layer; printing it gives a table."""
         layers = [
-            LayerReport(layer.index, layer.seen, layer.slots.kept if layer.slots else 0, layer.nbytes())
+            LayerReport(
+                layer.index, layer.seen, layer.slots.kept if layer.slots else 0, layer.nbytes(), layer.num_coded
+            )
             for layer in self.managed
         ]
         others = sum(_storage_bytes(layer) for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer))

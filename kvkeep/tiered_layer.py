@@ -88,6 +88,14 @@ class TieredLayer(KVLayer):
         super()._restore(undo)
         self._due_from = 0
 
+    @property
+    def num_coded(self) -> float:
+        coded = None if self.slots is None else self._tiered.readable
+        if coded is None:
+            return 0.0
+        read = coded.occupied & ~coded.side("dormant")
+        return float(read.sum(-1).float().mean()) * self._tiers.window
+
     # routing
 
     def _evict_surplus(self, seen: Observation) -> None:
@@ -233,12 +241,12 @@ class TieredLayer(KVLayer):
 
     def _room_for_windows(self, codec: Codec) -> Room:
         """What the budget's bytes hold: as many as its slots would take without tiers."""
-        assert self._costs is not None
+        slot_bytes = self._slot_bytes
         limit, rows = self.limit
         budget = self.plan.budget
         slots = torch.full_like(self._lengths, limit, dtype=torch.long) if rows is None else rows.long()
         # the slot more is the one that takes the next token where nothing is coded
-        free = (slots + 1 - budget.sinks - budget.recent - codec.window) * self._costs.slot
+        free = (slots + 1 - budget.sinks - budget.recent - codec.window) * slot_bytes
         windows = self._num_windows().long()
         if budget.bytes is not None:
             # sequences share the bytes, so they divide them in the same way
@@ -246,10 +254,19 @@ class TieredLayer(KVLayer):
         return share_out(
             windows,
             free,
-            full_bytes=codec.window * self._costs.slot,
+            full_bytes=codec.window * slot_bytes,
             coded_bytes=self._slots.positions.shape[1] * codec.slot_bytes,
             quantized=self._tiers.quantized,
         )
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Bytes of one slot of all KV heads."""
+        assert self._costs is not None
+        keys, values = self._slots.keys, self._slots.values
+        element = keys.element_size()
+        spared = element - min(element, self._tiers.element_bytes or element)
+        return self._costs.slot - spared * keys.shape[1] * (keys.shape[3] + values.shape[3])
 
     def _room_behind(self, room: Room, length: int) -> int:
         """Slots to allocate for the tokens that come before windows compete again."""

@@ -19,6 +19,8 @@ LEVELS = [
         "rotation",
         "slots",
         "quant",
+        "windows",
+        "routing",
         "budget",
         "selection",
         "fingerprint",

@@ -55,6 +55,7 @@ class Tiers(NamedTuple):
     quantized: float
     share_heads: bool
     guard: float
+    element_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,8 @@ class TieredPolicy(Policy):
         share_heads: one set of windows for all KV heads of a layer, by the mean over heads.
         guard: a layer whose logits would err by more (root mean square in nats, in its worst head) codes its keys with
             more bits.
+        element_bytes: plan as if an element of keys and values took so many bytes (2 for what a model in fp32 would
+            hold in bf16), though no more than it takes; 0 for what it takes.
 
     Raises:
         ValueError: for settings out of range.
@@ -45,6 +47,7 @@ class TieredPolicy(Policy):
     q: float = 0.7
     share_heads: bool = False
     guard: float = 2.0
+    element_bytes: int = 0
 
     # the policy whose worths are taken
     ranking: ClassVar[Policy]
@@ -56,8 +59,8 @@ class TieredPolicy(Policy):
             raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {self.bits}")
         if not 0 <= self.q <= 1:
             raise ValueError(f"q must lie in [0, 1], got {self.q}")
-        if not self.guard > 0:
-            raise ValueError(f"guard must be positive, got {self.guard}")
+        if not self.guard > 0 or self.element_bytes < 0:
+            raise ValueError(f"guard must be positive, element_bytes too or 0: {self.guard}, {self.element_bytes}")
         ranking = self._ranked_by()
         if ranking.tiers is not None or len(ranking.side) > 1:
             raise ValueError(
@@ -76,7 +79,7 @@ class TieredPolicy(Policy):
 
     @property
     def tiers(self) -> Tiers:
-        return Tiers(self.omega, self.bits, self.q, self.share_heads, self.guard)
+        return Tiers(self.omega, self.bits, self.q, self.share_heads, self.guard, self.element_bytes)
 
     def check(self, fingerprint: Mapping[str, Any], layers: Sequence[int]) -> None:
         self.ranking.check(fingerprint, layers)
