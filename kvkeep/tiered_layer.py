@@ -5,7 +5,6 @@ C = F + W, X queries of a KV head, T new tokens, D head size.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -58,7 +57,10 @@ class TieredLayer(KVLayer):
 
     def beyond(self, scale: float) -> Callable[[Float[Tensor, "B H X D"]], Part] | None:
         coded = self._tiered.readable
-        return None if coded is None else partial(read_coded, coded=coded, codec=self._known_codec, scale=scale)
+        if coded is None:
+            return None
+        codec = self._known_codec
+        return lambda queries: read_coded(queries, coded, codec, scale).part
 
     def _attend_coded(self, queries: Tensor, query_positions: Tensor, scale: float) -> CodedAttention | None:
         coded = self._tiered.readable
@@ -282,9 +284,9 @@ class TieredLayer(KVLayer):
         codec = self._plain_codec if self._tiered.coded is None else self._known_codec
         return self._room_behind(self._room_for_windows(codec), self._slots.length + num_new)
 
-    def _over_budget(self) -> Bool[Tensor, "B 1"]:
+    def _over_budget(self, by: int = 1) -> Bool[Tensor, "B 1"]:
         room = self._room_for_windows(self._plain_codec)
-        return (self._num_windows() > room.full)[:, None]
+        return ((self._num_windows() - room.full) * self._tiers.window >= by)[:, None]
 
     @property
     def _plain_codec(self) -> Codec:

@@ -18,6 +18,7 @@ PAGES = {
 }
 # short enough to run; of the others the imports are
 RUN = ("README.md", "docs/quickstart.md", "docs/cache.md", "docs/policies.md", "docs/traces.md", "docs/diagnose.md")
+RUN = ("README.md", "docs/quickstart.md", "docs/cache.md", "docs/policies.md", "docs/qevict.md", "docs/traces.md")
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 

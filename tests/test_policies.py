@@ -46,6 +46,8 @@ SMALL: dict[str, list[dict]] = {
     "random": [{"seed": 0}, {"seed": 12345}],
     "lagkv": [{"lag": 5, "sinks": 4}, {"lag": 3, "sinks": 0}],
     "tova": [{"share_heads": False}, {"share_heads": True}],
+    "h2o": [{}, {"decay": 0.9, "norm": 3.0}],
+    "qevict": [{}, {"decay": 0.9, "norm": 0.5}],
     "snapkv": [{"window": 6, "kernel": 5}, {"window": 40, "kernel": 1}],
     "pyramidkv": [{"window": 6, "kernel": 3}],
     "expected_attention": [{"horizon": 1, "sinks": 4, "epsilon": 0.0}, {"horizon": 9, "sinks": 2, "epsilon": 0.05}],

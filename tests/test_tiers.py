@@ -1,6 +1,7 @@
 """Tiers: what is held in full precision, what as codes, what goes; measured bytes, and codes that never change."""
 
 import copy
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 
@@ -8,14 +9,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from named import policy_named
+from test_conformance import greedy, tokens
 from torch import Tensor
 
-from kvkeep import KVCache
-from kvkeep.attention import reference
+import kvkeep
+from kvkeep import CacheGroup, KVCache
+from kvkeep.attention import attend_shared, kernel, read_coded, reference
+from kvkeep.attention.coded import read_blocks
 from kvkeep.policies import Policy, QEvict, Tiered, make_policy
 from kvkeep.quant import dequantize, quantize
 from kvkeep.rotation import RotaryTable
 from kvkeep.routing import Room, route, share_out
+from kvkeep.slots import Slots
 from kvkeep.windows import Codec, TieredSlots
 
 H, G, D, SCALE = 2, 2, 16, 0.3
@@ -375,6 +381,141 @@ def test_tokens_taken_back_one_by_one_leave_all_tiers_as_they_were(tiny):
     story.layer.crop(-20)
     assert all(torch.equal(array, before[name]) for name, array in masses(story).items())
     assert story.layer.seen == 300
+
+
+# reading codes
+
+
+def some_windows(window: int, bits: int, size: int, count: int, batch: int = 2) -> tuple[Slots, Codec]:
+    generator = torch.Generator().manual_seed(count)
+    angles = 1 / 10000 ** (torch.arange(size // 2) / (size // 2))
+
+    def rotary(positions):
+        angle = torch.cat([positions[..., None] * angles] * 2, -1)
+        return angle.cos(), angle.sin()
+
+    codec = Codec(RotaryTable(rotary), window, bits, 2, size, size + 4)
+    starts = (torch.arange(count, dtype=torch.int32) * window + 4).repeat(batch, H, 1)
+    keys, values = (draw(generator, batch, H, count, window, n) for n in (size, size + 4))
+    coded = codec.encode(keys, values, starts, torch.zeros(batch, H, count))
+    coded.side("dormant").copy_(torch.rand(batch, H, count, generator=generator) < 0.3)
+    coded._arrays["positions"][0, 1, : count // 2] = -1
+    return coded, codec
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the kernel needs a compiler")
+@pytest.mark.parametrize(("window", "size", "count"), [(1, 8, 1), (3, 24, 17), (8, 64, 63)])
+@pytest.mark.parametrize("bits", (2, 4, 8))
+@pytest.mark.parametrize("num_queries", (1, 3, 32))
+def test_the_kernel_reads_what_torch_reads(window, size, count, bits, num_queries):
+    coded, codec = some_windows(window, bits, size, count)
+    queries = draw(torch.Generator().manual_seed(0), 2, H, num_queries, size)
+    assert kernel.serves(queries)
+    ours, twin = read_coded(queries, coded, codec, SCALE), read_blocks(queries, coded, codec, SCALE)
+    read = ((coded.positions >= 0) & ~coded.side("dormant")).repeat_interleave(window, -1)[:, :, None]
+    assert ((ours.logits - twin.logits) * read).abs().max() < 1e-4
+    assert (ours.logits.masked_fill(read, -torch.inf) < -1e37).all()
+    some = read.any(-1, keepdim=True)
+    for one, two in zip(ours.part, twin.part, strict=True):
+        assert torch.where(some, one - two, 0).abs().max() < 1e-4
+    assert torch.where(some, -torch.inf, ours.part.logsum).amax() < -1e37
+
+
+def test_without_a_kernel_torch_reads(monkeypatch):
+    coded, codec = some_windows(8, 2, 16, 5)
+    queries = draw(torch.Generator().manual_seed(0), 2, H, 1, 16)
+    expected = read_blocks(queries, coded, codec, SCALE)
+    monkeypatch.setenv("KVKEEP_KERNEL", "0")
+    kernel._kernel.cache_clear()
+    try:
+        assert not kernel.serves(queries)
+        assert torch.equal(read_coded(queries, coded, codec, SCALE).part.output, expected.part.output)
+    finally:
+        monkeypatch.undo()
+        kernel._kernel.cache_clear()
+    assert not kernel.serves(queries.double()) and not kernel.serves(queries.expand(-1, -1, 33, -1))
+
+
+def test_codes_are_never_all_dequantized_at_once(tiny, monkeypatch):
+    coded, codec = some_windows(8, 2, 64, 2000)
+    largest, decode = 0, Codec.keys
+
+    def watched(codec, coded, part=slice(None)):
+        nonlocal largest
+        keys = decode(codec, coded, part)
+        largest = max(largest, keys.numel())
+        return keys
+
+    monkeypatch.setattr(Codec, "keys", watched)
+    for num_queries in (1, 100):
+        read_blocks(draw(torch.Generator().manual_seed(0), 2, H, num_queries, 64), coded, codec, SCALE)
+    assert 0 < largest <= 2**17 < coded.length * H * 2 * 8 * 64 / 8
+
+
+def test_continuations_read_the_codes_of_the_sequence_they_continue(tiny):
+    story = Story(tiny("llama"), Tiered(of=Whims()), batch=2, budget=120)
+    story.read(350)
+    slots, codec = story.slots, story.layer._known_codec
+    queries, keys, values = (draw(story.generator, 6, heads, 4, D) for heads in (H * G, H, H))
+    got = attend_shared(
+        queries[:, :, -1:], keys, values, slots.keys, slots.values, None, SCALE, story.layer.beyond(SCALE)
+    )
+    starts = slots.coded.positions.masked_fill(slots.coded.side("dormant"), -1)
+    own = torch.arange(350, 354, dtype=torch.int32).expand(6, H, -1)
+
+    def whole(*parts):
+        return torch.cat([*(part.repeat_interleave(3, 0) for part in parts[:-1]), parts[-1]], 2)
+
+    expected = reference.attend(
+        queries[:, :, -1:].unflatten(1, (H, G)),
+        whole(slots.keys, codec.keys(slots.coded).flatten(2, 3), keys),
+        whole(slots.values, codec.values(slots.coded).flatten(2, 3), values),
+        whole(slots.positions, codec.positions(starts).flatten(2), own),
+        torch.full((6, 1), 353, dtype=torch.int32),
+        SCALE,
+    )
+    assert (got.unflatten(1, (H, G)) - expected).abs().max() < 1e-5
+
+
+# with a model
+
+
+@pytest.mark.parametrize("ranking", ("kvp", "lorekv", "lorekv(kept=True)", "expected_attention", "pyramidkv"))
+def test_any_ranking_serves_prompts_chunks_and_turns_within_its_bytes(tiny, ranking):
+    model = tiny("llama")
+    of = policy_named("kvp", model) if ranking == "kvp" else make_policy(ranking)
+
+    def new():
+        return KVCache(model, policy=Tiered(of=of), budget="70KB")
+
+    prompt, more = tokens(150), tokens(60, seed=1)
+    caches = [new(), new()]
+    answer = greedy(model, prompt, caches[0], 20)
+    assert answer.shape == (1, 20)
+    greedy(model, torch.cat([prompt, answer, more], 1), caches[0], 12)
+    greedy(model, prompt, caches[1], 12, chunk=32)
+    for cache in caches:
+        report = cache.report()
+        assert report.bytes <= 70_000 and report.coded > 0
+    together = greedy(model, prompt, new(), 20, prompt_lookup_num_tokens=4) if "kept" not in ranking else answer
+    assert together.tolist() == answer.tolist()
+
+
+def test_members_of_a_group_decode_as_each_does_alone(tiny):
+    model, prompt = tiny("llama"), tokens(200)
+    names = ("qevict", "tiered(knorm)", "h2o", "tiered(snapkv, bits=4)")
+    group = CacheGroup(KVCache(model, policy=name, budget=60) for name in names)
+    argument = kvkeep.cache_argument(model)
+    with torch.no_grad(), kvkeep.attach(model):
+        model(prompt, **{argument: group})
+        alone = [KVCache(model, policy=name, budget=60) for name in names]
+        for cache in alone:
+            model(prompt, **{argument: cache})
+        for seed in range(12):
+            token = tokens(1, seed=seed)
+            got = model(token.expand(4, -1), **{argument: group}).logits
+            expected = torch.cat([model(token, **{argument: cache}).logits for cache in alone])
+            assert (got - expected).abs().max() < 1e-4
 
 
 # keys that two bits cannot hold

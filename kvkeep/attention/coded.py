@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..slots import EMPTY, Slots
 from ..windows import Codec
+from . import kernel
 from .parts import Part, attend_part, hide, merged
 from .streamed import query_weights, visible
 
@@ -32,15 +33,32 @@ class CodedTokens(NamedTuple):
     read: Bool[Tensor, "B H Ww"]
 
 
-def read_coded(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, scale: float) -> Part:
+class CodedPart(NamedTuple):
+    """Attention over windows of codes; logits of every token where there are few queries."""
+
+    part: Part
+    logits: Float[Tensor, "B H X Ww"] | None
+
+
+def read_coded(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, scale: float) -> CodedPart:
     """Attention over windows of codes, all of whose tokens come before the queries."""
-    whole = None
+    if kernel.serves(queries):
+        output, logsum, logits = kernel.run(queries, coded, codec, scale)
+        return CodedPart(Part(output, logsum), logits)
+    return read_blocks(queries, coded, codec, scale)
+
+
+def read_blocks(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, scale: float) -> CodedPart:
+    """`read_coded` in torch, block after block."""
+    whole, kept = None, []
     for part, logits in _blocks(queries, coded, codec, scale):
         values = codec.values(coded, part).flatten(2, 3).to(logits.dtype)
         one = Part(logits.softmax(-1) @ values, logits.logsumexp(-1, keepdim=True))
         whole = one if whole is None else merged(whole, one)
+        if queries.shape[2] <= kernel.MOST_QUERIES:
+            kept.append(logits)
     assert whole is not None, "there must be windows to read"
-    return whole
+    return CodedPart(whole, torch.cat(kept, -1) if kept else None)
 
 
 class CodedAttention:
@@ -57,7 +75,7 @@ class CodedAttention:
         self._packed = queries.unflatten(1, (coded.positions.shape[1], -1)).flatten(2, 3)
         self._query_positions, self._coded, self._codec, self._scale = query_positions, coded, codec, scale
         self._shape = queries.shape
-        self._part = read_coded(self._packed, coded, codec, scale)
+        self._part, self._logits = read_coded(self._packed, coded, codec, scale)
         self._logsum = self._part.logsum
         self._known: dict[tuple[int | None, float, float], Tensor] = {}
 
@@ -97,11 +115,15 @@ class CodedAttention:
         group = self._packed.shape[2] // counts.shape[1]
         share = (counts / group).repeat(1, group)[:, None, None]
         total = []
-        for _, logits in _blocks(self._packed, self._coded, self._codec, self._scale):
+        for logits in self._again() if self._logits is None else [self._logits]:
             weights = (logits - self._logsum).exp()
             mass = (share.to(weights.dtype) @ (weights if power == 1 else weights.pow(power)))[:, :, 0]
             total.append(mass.unflatten(-1, (-1, self._codec.window)).mean(-1))
         return torch.cat(total, -1).float()
+
+    def _again(self) -> Iterator[Tensor]:
+        """Logits of many queries, which are too many to be kept."""
+        return (logits for _, logits in _blocks(self._packed, self._coded, self._codec, self._scale))
 
 
 def _blocks(queries: Tensor, coded: Slots, codec: Codec, scale: float) -> Iterator[tuple[slice, Tensor]]:

@@ -17,8 +17,8 @@ class Question(StrEnum):
 _MODEL = "smollm2, a folder, a GGUF file, or a Hugging Face id (owner/name)."
 # written out, because importing them would load torch for --help
 _POLICIES = (
-    "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv, expected_attention, kvp "
-    "or lorekv (docs/policies.md), with options as in snapkv(window=16)"
+    "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv, expected_attention, kvp, "
+    "lorekv, qevict or tiered (docs/policies.md), with options as in snapkv(window=16), tiered(kvp, bits=4)"
 )
 
 _DATA = (

@@ -41,6 +41,7 @@ class TieredPolicy(Policy):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"queries", "rotary"})
+    side: ClassVar[tuple[str, ...]] = H2O.side
 
     omega: int = 8
     bits: int = 2
