@@ -22,6 +22,7 @@ from kvkeep.policies import Observation, Policy, make_policy
 from kvkeep.policies.agents import AgentShape, make_agents
 from kvkeep.policies.base import hashed_uniform
 from kvkeep.policies.kvp import Ranking, policy_file
+from kvkeep.policies.tiered import TieredPolicy
 from kvkeep.rotation import rotate
 from kvkeep.slots import EMPTY, Slots
 
@@ -247,7 +248,8 @@ def tokens(length: int, seed: int = 0) -> Tensor:
     return torch.randint(2, 128, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-@every_name
+# what tiers keep is tested in test_tiers.py
+@pytest.mark.parametrize("name", [name for name, kind in POLICIES.items() if not issubclass(kind, TieredPolicy)])
 def test_a_prefill_in_one_piece_keeps_what_the_twin_finds_worth_most(tiny, name):
     model, prompt = tiny("llama"), tokens(90)
     # the twin samples no futures and knows no projection
