@@ -279,7 +279,7 @@ class TieredLayer(KVLayer):
     def _room(self, num_new: int) -> int:
         if self._answer is not None:
             return super()._room(num_new)
-        if self.slots is None:
+        if self.slots is None or self.slots.length + num_new <= self.slots.capacity:
             return 0
         codec = self._plain_codec if self._tiered.coded is None else self._known_codec
         return self._room_behind(self._room_for_windows(codec), self._slots.length + num_new)

@@ -6,19 +6,38 @@
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 // as in parts.py: finite, and less than any logit
 #define HIDDEN -1.7e38f
+// unpacking writes whole bytes of codes
+#define PADDING 4
 
 typedef struct {
     int64_t rows, windows, window, queries;
     int64_t key_size, key_bits, value_size, value_bits, rotated;
 } Shape;
 
+typedef uint8_t Bytes __attribute__((vector_size(8)));
+typedef int32_t Integers __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(32)));
+
 static inline void unpack_planes(const uint8_t *restrict packed, int64_t bytes, const int bits, float *restrict codes) {
-    for (int plane = 0; plane < 8 / bits; plane++)
-        for (int64_t j = 0; j < bytes; j++)
-            codes[plane * bytes + j] = (float)(int32_t)((packed[j] >> (plane * bits)) & ((1 << bits) - 1));
+    const int mask = (1 << bits) - 1;
+    int64_t j = 0;
+    // eight bytes at a time: left to itself, a compiler wants more of them than a head has
+    for (; j + 8 <= bytes; j += 8) {
+        Bytes narrow;
+        memcpy(&narrow, packed + j, sizeof narrow);
+        const Integers wide = __builtin_convertvector(narrow, Integers);
+        for (int plane = 0; plane < 8 / bits; plane++) {
+            const Floats plain = __builtin_convertvector((wide >> (plane * bits)) & mask, Floats);
+            memcpy(codes + plane * bytes + j, &plain, sizeof plain);
+        }
+    }
+    for (; j < bytes; j++)
+        for (int plane = 0; plane < 8 / bits; plane++)
+            codes[plane * bytes + j] = (float)((packed[j] >> (plane * bits)) & mask);
 }
 
 // with the bits known to the compiler
@@ -78,12 +97,19 @@ static void score(Shape s, const float *queries, const uint8_t *codes, const _Fl
 static void sum_values(Shape s, const float *logits, const uint8_t *codes, const _Float16 *scales,
                        const _Float16 *zeros, float *output, float *logsums, float *scratch) {
     const int64_t bytes = (s.value_size * s.value_bits + 7) / 8, tokens = s.windows * s.window;
-    float *largest = scratch, *total = largest + s.queries, *shift = total + s.queries, *value = shift + s.queries;
+    float *total = scratch, *shift = total + s.queries, *largest = shift + s.queries, *value = largest + s.queries;
+    float *weights = value + s.value_size + PADDING;
     for (int64_t x = 0; x < s.queries; x++) {
-        largest[x] = HIDDEN;
-        for (int64_t n = 0; n < tokens; n++)
-            if (logits[x * tokens + n] > largest[x]) largest[x] = logits[x * tokens + n];
-        total[x] = shift[x] = 0;
+        float *restrict weight = weights + x * tokens;
+        const float *restrict logit = logits + x * tokens;
+        float most = HIDDEN, sum = 0;
+        for (int64_t n = 0; n < tokens; n++) most = logit[n] > most ? logit[n] : most;
+        // a loop of its own, which compilers turn into a vector of exponentials
+        for (int64_t n = 0; n < tokens; n++) weight[n] = expf(logit[n] - most);
+        for (int64_t n = 0; n < tokens; n++) sum += weight[n];
+        largest[x] = most;
+        total[x] = most > HIDDEN ? sum : 0;
+        shift[x] = 0;
         for (int64_t d = 0; d < s.value_size; d++) output[x * s.value_size + d] = 0;
     }
     for (int64_t n = 0; n < tokens; n++) {
@@ -91,10 +117,9 @@ static void sum_values(Shape s, const float *logits, const uint8_t *codes, const
         unpack(codes + n * bytes, bytes, s.value_bits, value);
         const float scale = (float)scales[n], zero = (float)zeros[n];
         for (int64_t x = 0; x < s.queries; x++) {
-            const float weight = expf(logits[x * tokens + n] - largest[x]), scaled = weight * scale;
-            total[x] += weight;
+            const float weight = weights[x * tokens + n];
             shift[x] += weight * zero;
-            add(output + x * s.value_size, value, scaled, s.value_size);
+            add(output + x * s.value_size, value, weight * scale, s.value_size);
         }
     }
     for (int64_t x = 0; x < s.queries; x++) {
@@ -113,7 +138,8 @@ int read_coded(Shape s, const float *queries, const uint8_t *key_codes, const _F
                const float *sines, float *output, float *logsums, float *logits) {
     const int64_t tokens = s.windows * s.window;
     const int64_t key_bytes = (s.key_size * s.key_bits + 7) / 8, value_bytes = (s.value_size * s.value_bits + 7) / 8;
-    float *scratch = malloc(sizeof(float) * (3 * s.key_size + 3 * s.queries + s.value_size + 32));
+    const int64_t scoring = 3 * s.key_size + PADDING, summing = 3 * s.queries + s.value_size + PADDING;
+    float *scratch = malloc(sizeof(float) * (scoring + summing + s.queries * tokens));
     if (!scratch) return 1;
     for (int64_t r = 0; r < s.rows; r++) {
         float *scores = logits + r * s.queries * tokens;
