@@ -109,7 +109,8 @@ class _BranchLayer(AttendingLayer):
         if layer.has_empty or self._hides_last:
             end = behind.lengths[:, None, None] - int(self._hides_last)
             hidden = (slots.positions == EMPTY) | (slots.positions >= end)
-        return attend_shared(queries, keys, values, slots.keys, slots.values, hidden, scale)
+        beyond = layer.beyond(scale)
+        return attend_shared(queries, keys, values, slots.keys, slots.values, hidden, scale, beyond)
 
     def get_seq_length(self) -> int:
         return self._stems[0][0].seen + self.read

@@ -80,6 +80,10 @@ class Budget:
             return cls(share=value, **options)
         return cls(**_parse_text(value), **options)
 
+    def reserving(self, num_tokens: int) -> "Budget":
+        """The same budget, where so many further recent tokens must have room."""
+        return replace(self, recent=self.recent + num_tokens) if num_tokens and not self.unlimited else self
+
     @property
     def floor(self) -> int:
         """The fewest slots a layer can have: sinks and recent tokens, and at least one."""

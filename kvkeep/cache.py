@@ -21,8 +21,9 @@ from .cache_report import CacheReport, LayerReport
 from .fingerprint import fingerprint, head_size, num_kv_heads, refuse_other_model
 from .layer import Costs, KVLayer, Plan, slot_costs
 from .padding import PaddingWatch
-from .policies import POLICIES, Policy, Rotary, make_policy
+from .policies import Policy, Rotary, make_policy, saved_policy
 from .projections import projections
+from .tiered_layer import TieredLayer
 
 _FORMAT = 1
 _MANAGED = "full_attention"
@@ -75,15 +76,13 @@ class KVCache(Cache):
             self.plan.projections = projections(model, managed)
         self._model = None if isinstance(model, PretrainedConfig) else weakref.ref(model)
         if budget.bytes is not None:
-            costs = _config_costs(config, chosen)
-            budget.slots_for_bytes(
-                torch.zeros(1, dtype=torch.int32), len(managed), slot_bytes=costs.slot, fixed_bytes=costs.fixed
-            )
+            self.plan.check_bytes(_config_costs(config, chosen))
         # the tokens read so far, where kvkeep.prefill or kvkeep.generate read them: they guard a reused cache
         self.token_ids: Tensor | None = None
+        layer_kind = KVLayer if chosen.tiers is None or budget.unlimited else TieredLayer
         super().__init__(
             layers=[
-                KVLayer(self.plan, index, managed.index(index))
+                layer_kind(self.plan, index, managed.index(index))
                 if kind == _MANAGED
                 else DynamicSlidingWindowLayer(sliding_window=config.sliding_window)
                 for index, kind in enumerate(types)
@@ -221,7 +220,9 @@ class KVCache(Cache):
     def report(self) -> CacheReport:
         """Tokens seen and kept and measured bytes of every managed layer; printing it gives a table."""
         layers = [
-            LayerReport(layer.index, layer.seen, layer.slots.kept if layer.slots else 0, layer.nbytes())
+            LayerReport(
+                layer.index, layer.seen, layer.slots.kept if layer.slots else 0, layer.nbytes(), layer.num_coded
+            )
             for layer in self.managed
         ]
         others = sum(_storage_bytes(layer) for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer))
@@ -257,13 +258,13 @@ def _layer_types(config: PretrainedConfig) -> list[str]:
 
 
 def _policy_named(saved: dict[str, Any]) -> Policy:
-    for kind in POLICIES.values():
-        if kind.__name__ == saved["name"]:
-            try:
-                return kind(**saved["options"])
-            except (ValueError, OSError) as error:
-                raise ValueError(f"the file's policy cannot be made again ({error}); pass it as policy=") from error
-    raise ValueError(f"the file's policy {saved['name']!r} is not one of kvkeep's; pass it as policy=")
+    try:
+        policy = saved_policy(saved["name"], saved["options"])
+    except (ValueError, OSError) as error:
+        raise ValueError(f"the file's policy cannot be made again ({error}); pass it as policy=") from error
+    if policy is None:
+        raise ValueError(f"the file's policy {saved['name']!r} is not one of kvkeep's; pass it as policy=")
+    return policy
 
 
 def _sliding_state(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -5,9 +5,10 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 
 import math
 import warnings
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,10 +16,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from .attention import AttentionMass, attend
+from .attention import AttentionMass, CodedAttention, Part, attend
 from .budget import Budget
 from .fingerprint import num_kv_heads
 from .policies import Futures, Observation, Policy, Projection, Rotary
+from .rotation import RotaryTable
 from .selection import finite_or_recent, protected, surplus, survivors, victim
 from .slots import EMPTY, Slots, Snapshot
 
@@ -35,6 +37,11 @@ class Plan:
         self, config: PretrainedConfig, policy: Policy, budget: Budget, num_layers: int, rotary: Rotary | None
     ):
         self.config, self.policy, self.budget, self.rotary = config, policy, budget, rotary
+        # for windows held as codes: the rotation at every position, the same for all layers
+        self.table = None if rotary is None else RotaryTable(rotary)
+        tiers = policy.tiers
+        # tokens wait for the others of their window
+        self._reserving = budget.reserving(0 if tiers is None else tiers.window - 1)
         # by layer; those missing have none that a policy could use
         self.projections: dict[int, Projection] = {}
         self.num_layers = num_layers
@@ -79,6 +86,11 @@ class Plan:
             )
         return self._memo[1]
 
+    def check_bytes(self, costs: "Costs") -> None:
+        """ValueError where one sequence's least does not fit into the bytes."""
+        nothing = torch.zeros(1, dtype=torch.int32)
+        self._reserving.slots_for_bytes(nothing, self.num_layers, slot_bytes=costs.slot, fixed_bytes=costs.fixed)
+
     def forget_limits(self) -> None:
         self._memo = None
 
@@ -98,8 +110,9 @@ class Plan:
         if self.expected is not None:
             lengths = torch.maximum(lengths, self._expected_rows(lengths))
         if self.budget.bytes is not None:
-            return self.budget.slots_for_bytes(lengths, self.num_layers, slot_bytes=costs.slot, fixed_bytes=costs.fixed)
-        return self.budget.slots(lengths, self.num_layers)
+            spent = {"slot_bytes": costs.slot, "fixed_bytes": costs.fixed}
+            return self._reserving.slots_for_bytes(lengths, self.num_layers, **spent)
+        return self._reserving.slots(lengths, self.num_layers)
 
 
 class _Undo(NamedTuple):
@@ -140,6 +153,8 @@ class AttendingLayer(CacheLayerMixin):
 
 class KVLayer(AttendingLayer):
     """One full-attention layer's slots under the plan's policy and budget."""
+
+    storage: ClassVar[type[Slots]] = Slots
 
     def __init__(self, plan: Plan, index: int, order: int):
         super().__init__()
@@ -424,7 +439,7 @@ class KVLayer(AttendingLayer):
             return
         self.seen, self.has_empty, self._fresh = counters["seen"], counters["has_empty"], counters["fresh"]
         self.lengths = tensors.pop("lengths")
-        self.slots = Slots.from_state(tensors)
+        self.slots = self.storage.from_state(tensors)
         self._set_costs(self.slots.keys, self.slots.values)
         self.is_initialized = True
 
@@ -473,6 +488,15 @@ class KVLayer(AttendingLayer):
         assert self.lengths is not None and self._costs is not None
         return self.plan.limits(self.seen, self.lengths, self._costs)[self.order]
 
+    def holdings(self) -> dict[str, Int[Tensor, "B H _"]]:
+        """Positions of the tokens held, by tier, -1 where there is none: here all of them in full precision."""
+        return {} if self.slots is None else {"full": self.slots.positions}
+
+    @property
+    def num_coded(self) -> float:
+        """Tokens that are held as codes alone: mean over KV heads and sequences."""
+        return 0.0
+
     def nbytes(self) -> dict[str, int]:
         """Measured bytes of everything this layer holds, by array."""
         if self.slots is None or self.lengths is None:
@@ -512,9 +536,9 @@ class KVLayer(AttendingLayer):
                 streams = {n: keys.new_zeros(num_rows, *s, dtype=torch.float32) for n, s in shapes.items()}
         if self.limit[0] < T:
             # the prompt's own tensors serve until the survivors are copied out
-            return Slots(keys, values, positions, side, streams)
+            return self.storage(keys, values, positions, side, streams)
         nothing = {name: array[:, :, :0] for name, array in side.items()}
-        slots = Slots(keys[:, :, :0], values[:, :, :0], positions[:, :, :0], nothing, streams)
+        slots = self.storage(keys[:, :, :0], values[:, :, :0], positions[:, :, :0], nothing, streams)
         slots.append(keys, values, positions, room=self._room(T))
         return slots
 
@@ -569,10 +593,17 @@ class KVLayer(AttendingLayer):
         self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float | None
     ) -> Observation:
         slots = self._slots
-        attention = None
+        attention = coded = None
         if queries is not None and scale is not None:
+            coded = self._attend_coded(queries, query_positions, scale)
             attention = AttentionMass(
-                queries, slots.keys, slots.positions, query_positions, scale, has_empty=self.has_empty
+                queries,
+                slots.keys,
+                slots.positions,
+                query_positions,
+                scale,
+                has_empty=self.has_empty,
+                beyond=None if coded is None else coded.logsum,
             )
         assert self.lengths is not None
         return Observation(
@@ -587,8 +618,17 @@ class KVLayer(AttendingLayer):
             scale=scale,
             rotary=self.plan.rotary,
             projection=self.plan.projections.get(self.index),
+            coded=coded,
             ahead=self.plan.ahead,
         )
+
+    def beyond(self, scale: float) -> Callable[[Float[Tensor, "B H X D"]], Part] | None:
+        """Attention over what is held beside the slots; None where that is nothing."""
+        return None
+
+    def _attend_coded(self, queries: Tensor, query_positions: Tensor, scale: float) -> CodedAttention | None:
+        """Attention of new queries over windows held as codes; None where there are none."""
+        return None
 
     def _evict_surplus(self, seen: Observation) -> None:
         slots = self._slots

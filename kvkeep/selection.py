@@ -25,7 +25,7 @@ def survivors(
     score: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], guarded: Bool[Tensor, "B H N"], count: int
 ) -> Int[Tensor, "B H M"]:
     """Indices of the `count` slots of greatest worth, in order of position, empty slots first."""
-    ranked = _by_worth(score, positions, guarded)[..., :count]
+    ranked = by_worth(score, positions, guarded)[..., :count]
     return ranked.gather(-1, positions.gather(-1, ranked).argsort(dim=-1))
 
 
@@ -36,7 +36,7 @@ def surplus(
     count: Int[Tensor, " B"],
 ) -> Bool[Tensor, "B H N"]:
     """Marks the slots of each sequence that are not among its `count` of greatest worth."""
-    ranked = _by_worth(score, positions, guarded)
+    ranked = by_worth(score, positions, guarded)
     beyond = torch.arange(score.shape[-1], device=score.device) >= count[:, None, None]
     return torch.zeros_like(guarded).scatter_(-1, ranked, beyond.expand_as(ranked))
 
@@ -64,7 +64,7 @@ def _worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
     return worth.masked_fill(positions == EMPTY, -torch.inf)
 
 
-def _by_worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
+def by_worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
     """Slots from the greatest worth to the least."""
     # decoding fills slots in place, in any order; a stable sort from the newest on puts the newest of equals first
     newest = positions.argsort(dim=-1, descending=True, stable=True)

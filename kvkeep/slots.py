@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
 EMPTY = -1
@@ -20,9 +20,11 @@ class Snapshot(NamedTuple):
 
     length: int
     holes: Tensor | None
+    arrays: dict[str, Tensor]
     small: dict[str, Tensor]
     streams: dict[str, Tensor]
     overwritten: dict[str, Tensor]
+    coded: "Snapshot | None" = None
 
 
 class Slots:
@@ -47,11 +49,11 @@ class Slots:
         self.holes: Tensor | None = None
 
     @property
-    def keys(self) -> Float[Tensor, "B H N D"]:
+    def keys(self) -> Float[Tensor, "B H N D"] | UInt8[Tensor, "B H N w P"]:
         return self._arrays["keys"][:, :, : self.length]
 
     @property
-    def values(self) -> Float[Tensor, "B H N Dv"]:
+    def values(self) -> Float[Tensor, "B H N Dv"] | UInt8[Tensor, "B H N w P"]:
         return self._arrays["values"][:, :, : self.length]
 
     @property
@@ -62,7 +64,7 @@ class Slots:
     def side_names(self) -> tuple[str, ...]:
         return tuple(name for name in self._arrays if name not in ("keys", "values", "positions"))
 
-    def side(self, name: str) -> Float[Tensor, "B H N"]:
+    def side(self, name: str) -> Shaped[Tensor, "B H N ..."]:
         """The side array `name`, as a view that may be written."""
         return self._arrays[name][:, :, : self.length]
 
@@ -108,6 +110,12 @@ class Slots:
         for name in self.side_names:
             self._arrays[name][:, :, start:stop] = 0
 
+    def extend(self, other: "Slots") -> None:
+        """Write what `other` holds behind the slots in use, side arrays included."""
+        self.append(other.keys, other.values, other.positions)
+        for name in self.side_names:
+            self.side(name)[:, :, self.length - other.length :] = other.side(name)
+
     def fill(self, keys: Tensor, values: Tensor, positions: Int[Tensor, "B H 1"]) -> Int[Tensor, "B H 1"]:
         """Write one token a head into its hole, in place; returns the slot index of each."""
         assert self.holes is not None, "fill needs a hole in every head"
@@ -119,13 +127,21 @@ class Slots:
             self._arrays[name].scatter_(2, index, 0.0)
         return index
 
-    def keep(self, index: Int[Tensor, "B H M"], blank: Bool[Tensor, "B H M"] | None = None, *, holes: int = 0) -> None:
+    def keep(
+        self,
+        index: Int[Tensor, "B H M"],
+        blank: Bool[Tensor, "B H M"] | None = None,
+        *,
+        holes: int = 0,
+        room: int = 0,
+    ) -> None:
         """Keep only the slots `index`, in that order, in fresh storage; the old storage is released.
 
         Args:
             index: slots to keep.
             blank: survivors to empty all the same (rows that may hold fewer than M).
             holes: 0, or 1 to put one empty slot before the survivors for the next token.
+            room: slots to allocate for later tokens.
         """
         positions = self.positions.gather(2, index)
         if blank is not None:
@@ -133,11 +149,17 @@ class Slots:
         # ordinary tensors even under inference_mode: they are written in place later, perhaps outside of it
         with torch.inference_mode(False):
             self._arrays = {
-                name: _with_front(self._gather(name, index) if name != "positions" else positions, holes)
+                name: _with_room(self._gather(name, index) if name != "positions" else positions, holes, room)
                 for name in self._arrays
             }
         self.length = index.shape[-1] + holes
         self.holes = self._last_empty() if holes else None
+
+    def taken(self, index: Int[Tensor, "B H M"], blank: Bool[Tensor, "B H M"]) -> "Slots":
+        """A copy of the slots `index`, those marked `blank` empty."""
+        arrays = {name: self._gather(name, index) for name in self._arrays}
+        positions = arrays.pop("positions").masked_fill(blank, EMPTY)
+        return Slots(arrays.pop("keys"), arrays.pop("values"), positions, arrays)
 
     def clear(self, index: Int[Tensor, "B H"], where: Bool[Tensor, "B 1"] | None = None) -> None:
         """Empty one slot a head in place (only in rows `where`) and make it the hole for the next token."""
@@ -175,16 +197,19 @@ class Slots:
 
     def snapshot(self) -> Snapshot:
         """Enough to undo the next token: everything small, and the keys and values its hole still holds."""
-        small = {name: self._arrays[name][:, :, : self.length].clone() for name in ("positions", *self.side_names)}
+        numbers = [name for name, array in self._arrays.items() if array.ndim == 3]
+        small = {name: self._arrays[name][:, :, : self.length].clone() for name in numbers}
         overwritten = {}
         if self.holes is not None:
             overwritten = {name: self._gather(name, self.holes[..., None]) for name in ("keys", "values")}
         streams = {name: stream.clone() for name, stream in self.streams.items()}
-        return Snapshot(self.length, self.holes, small, streams, overwritten)
+        return Snapshot(self.length, self.holes, dict(self._arrays), small, streams, overwritten)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Undo the one token that came after `snapshot` (and, going back step by step, any number)."""
         self.length, self.holes = snapshot.length, snapshot.holes
+        # storage that was left behind since holds what it held
+        self._arrays = dict(snapshot.arrays)
         for name, array in snapshot.small.items():
             self._arrays[name][:, :, : self.length] = array
         for name, stream in snapshot.streams.items():
@@ -234,11 +259,12 @@ def _whole_slots(index: Int[Tensor, "B H M"]) -> tuple[Tensor, Tensor, Tensor]:
     return rows[:, None, None], heads[:, None], index
 
 
-def _with_front(array: Tensor, holes: int) -> Tensor:
-    """`array` in storage of its own, with `holes` empty slots before it."""
-    if not holes:
+def _with_room(array: Tensor, holes: int, room: int) -> Tensor:
+    """`array` in storage of its own, with `holes` empty slots before it and unused ones behind."""
+    if not holes and not room:
         return array
-    front = array.new_zeros(*array.shape[:2], holes, *array.shape[3:])
-    if not array.is_floating_point():
-        front.fill_(EMPTY)
-    return torch.cat([front, array], dim=2)
+    count = array.shape[2]
+    roomy = array.new_empty(*array.shape[:2], holes + count + room, *array.shape[3:])
+    roomy[:, :, :holes] = 0 if array.is_floating_point() else EMPTY
+    roomy[:, :, holes : holes + count] = array
+    return roomy

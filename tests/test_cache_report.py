@@ -49,6 +49,15 @@ def test_each_layer_is_a_line_with_its_numbers():
     assert ["2", "4096", "512", "2.000", "0.250"] in lines
 
 
+def test_codes_and_scales_have_columns_of_their_own_where_there_are_any():
+    arrays = {"keys": MIB, "values": MIB, "coded.keys": 3 * MIB, "coded.value_scale": MIB // 2, "coded.worth": MIB // 4}
+    text = str(CacheReport("QEvict", "25%", [LayerReport(0, 4096, 100, arrays, 1200.0)]))
+    assert "100 of 4096 tokens and 1200 as codes" in text
+    for cells in (("as codes", "codes MiB", "scales MiB"), ("1200", "2.000", "3.000", "0.500", "0.250")):
+        assert any(all(cell in line for cell in cells) for line in text.splitlines())
+    assert "codes" not in str(example())
+
+
 def test_layers_left_to_transformers_are_counted_apart_and_only_mentioned_if_there_are_any():
     assert "not managed: 1.50 MiB" in str(example(unmanaged_bytes=3 * MIB // 2))
     assert example(unmanaged_bytes=3 * MIB // 2).bytes == example().bytes

@@ -199,12 +199,12 @@ def test_prompts_of_no_use_are_passed_over_and_counted(tmp_path):
     found = harvest(lines(tmp_path / "mixed.jsonl", *records), reading(tokenizer=BARE))
     assert [item.num_tokens for item in found.items] == [100, 21]
     assert (found.too_short, found.too_long) == (2, 1)
-    assert found.note.endswith("mixed.jsonl: 2 prompts; 2 were too short for the protected window and 1 was too long")
+    assert found.note.endswith("mixed.jsonl: 2 prompts; 2 were too short and 1 was too long")
 
 
 def test_data_without_one_usable_prompt_are_refused(tmp_path):
     short = lines(tmp_path / "short.jsonl", in_train({"prompt": "short", "answer": "yes"}))
-    with pytest.raises(ValueError, match=r"0 prompts; 1 was too short for the protected window; a prompt needs 21 to"):
+    with pytest.raises(ValueError, match=r"0 prompts; 1 was too short; a prompt needs 21 to"):
         harvest(short, reading(tokenizer=BARE))
     only = lines(tmp_path / "only.jsonl", in_train({"prompt": "river" * 20, "answer": "yes"}))
     with pytest.raises(ValueError, match="no prompts in the split 'test'"):

@@ -16,8 +16,11 @@ ROOT = Path(__file__).parents[1] / "kvkeep"
 LEVELS = [
     {
         "names",
+        "rotation",
         "slots",
         "quant",
+        "windows",
+        "routing",
         "budget",
         "selection",
         "fingerprint",
@@ -30,7 +33,7 @@ LEVELS = [
     },
     {"attention"},
     {"policies"},
-    {"cache_report", "padding", "projections", "layer", "cache", "group", "branches"},
+    {"cache_report", "padding", "projections", "layer", "tiered_layer", "cache", "group", "branches"},
     {"models", "chat", "lookahead", "model", "trace", "recorder", "train"},
     {"evaluate"},
     {"corpus", "tracing", "report", "demo"},

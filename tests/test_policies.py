@@ -21,11 +21,12 @@ from kvkeep.names import nearest
 from kvkeep.policies import Observation, Policy, make_policy
 from kvkeep.policies.agents import AgentShape, make_agents
 from kvkeep.policies.base import hashed_uniform
-from kvkeep.policies.baselines import rotate
 from kvkeep.policies.kvp import KVP, Ranking, agents_file
 from kvkeep.policies.kvpop import scorers_file
 from kvkeep.policies.learned import Trained
 from kvkeep.policies.scorers import ScorerShape, make_scorers
+from kvkeep.policies.tiered import TieredPolicy
+from kvkeep.rotation import rotate
 from kvkeep.slots import EMPTY, Slots
 
 H, G, D, DV = 2, 3, 8, 6
@@ -71,6 +72,8 @@ SMALL: dict[str, list[dict]] = {
     "random": [{"seed": 0}, {"seed": 12345}],
     "lagkv": [{"lag": 5, "sinks": 4}, {"lag": 3, "sinks": 0}],
     "tova": [{"share_heads": False}, {"share_heads": True}],
+    "h2o": [{}, {"decay": 0.9, "norm": 3.0}],
+    "qevict": [{}, {"decay": 0.9, "norm": 0.5}],
     "snapkv": [{"window": 6, "kernel": 5}, {"window": 40, "kernel": 1}],
     "pyramidkv": [{"window": 6, "kernel": 3}],
     "expected_attention": [{"horizon": 1, "sinks": 4, "epsilon": 0.0}, {"horizon": 9, "sinks": 2, "epsilon": 0.05}],
@@ -270,7 +273,8 @@ def tokens(length: int, seed: int = 0) -> Tensor:
     return torch.randint(2, 128, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-@every_name
+# what tiers keep is tested in test_tiers.py
+@pytest.mark.parametrize("name", [name for name, kind in POLICIES.items() if not issubclass(kind, TieredPolicy)])
 def test_a_prefill_in_one_piece_keeps_what_the_twin_finds_worth_most(tiny, name):
     model, prompt = tiny("llama"), tokens(90)
     # the twin samples no futures and knows no projection

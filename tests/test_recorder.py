@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import kvkeep
 from kvkeep import POLICIES, KVCache, cache_argument
 from kvkeep.policies.learned import LearnedPolicy
+from kvkeep.policies.tiered import TieredPolicy
 from kvkeep.recorder import Branch, Item, Recorder
 from kvkeep.selection import protected, survivors
 from kvkeep.trace import Trace
@@ -153,7 +154,10 @@ def test_chosen_layers_and_heads_are_slices_of_everything(tiny):
 READING = [
     name
     for name, policy in POLICIES.items()
-    if policy.needs <= {"queries", "rotary"} and name != "pyramidkv" and not issubclass(policy, LearnedPolicy)
+    if policy.needs <= {"queries", "rotary"}
+    and name != "pyramidkv"
+    # learned ones would need weights for this model, and what tiers hold is not in slots alone
+    and not issubclass(policy, LearnedPolicy | TieredPolicy)
 ]
 
 

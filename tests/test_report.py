@@ -555,3 +555,46 @@ def test_a_real_browser_shows_all_tables_without_a_complaint_and_runs_nothing(ho
     bad.write_text("<p>x<script>console.error('seen')</script>")
     # without this, silence would prove nothing
     assert any("seen" in line for line in browse(bad, tmp_path / "profile")[1])
+
+
+# agreement by position
+
+
+def by_position(*values: float) -> list[dict]:
+    edges = [0, *(64 * 2**place for place in range(len(values)))]
+    return [
+        {"first": edges[place], "until": edges[place + 1], "value": value, "low": value, "high": value, "n": 3}
+        for place, value in enumerate(values)
+    ]
+
+
+def agreement_row(policy: str, budget: str, metric: str = "top1_agreement", task: str = "all") -> Row:
+    return Row(
+        metric=metric,
+        value=0.9,
+        n=3,
+        model="m",
+        policy=policy,
+        budget=budget,
+        task=task,
+        extra={"by_position": by_position(0.9, 0.8, 0.7)},
+    )
+
+
+def test_agreement_by_position_is_drawn_for_each_kind_of_text(tmp_path):
+    rows = [
+        agreement_row(*arm, metric, task)
+        for task in ("all", "text/<novel>")
+        for metric in ("top1_agreement", "kl_to_full")
+        for arm in (("full", "full"), ("tova", "64"), ("tova", "128"), ("kvp", "64"))
+    ]
+    written = write_report(rows, tmp_path)
+    assert [png.name for png in written.pngs] == ["report-positions-1-m-all.png", "report-positions-2-m-text-novel.png"]
+    page = written.html.read_text()
+    assert "Agreement with the full cache" in page and page.count('alt="Agreement by position') == 2
+    assert "text/&lt;novel&gt;" in page and "text/<novel>" not in page
+
+
+def test_a_report_without_positions_draws_none(tmp_path):
+    page = write_report([agreement_row("full", "full")], tmp_path).html.read_text()
+    assert "Agreement with the full cache" not in page

@@ -154,7 +154,6 @@ class Programs(RuleBasedStateMachine):
         new = self.fresh(1, [False] * 3)
         if self.plain.holes is None:
             self.slots.append(*self.tensors(new, 1))
-            self.plain.capacity = max(self.plain.capacity, self.plain.length + 1)
         else:
             self.slots.fill(*self.tensors(new, 1))
         self.mark()

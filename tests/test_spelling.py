@@ -1,10 +1,15 @@
 """A policy's name with options: read as written, refused where it means nothing, and spelled in one way."""
 
+import json
+
 import pytest
 
 from kvkeep.cli.console import names
-from kvkeep.evaluate.run import Arm, _arms
+from kvkeep.evaluate.run import Arm, arms_of
 from kvkeep.policies import LoreKV, SnapKV, make_policy, parse, spelled
+from kvkeep.evaluate.run import Arm, _arms
+from kvkeep.policies import LoreKV, Tiered, make_policy, parse, saved_policy, spelled
+from kvkeep.policies.baselines import SnapKV
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,8 @@ from kvkeep.policies import LoreKV, SnapKV, make_policy, parse, spelled
         ),
         ("kvp(weights='a folder/b')", ("kvp", {"weights": "a folder/b"})),
         ("lorekv()", ("lorekv", {})),
+        ("tiered(kvp)", ("tiered", {"of": "kvp"})),
+        ("tiered(snapkv(window=16), bits=4)", ("tiered", {"of": "snapkv(window=16)", "bits": 4})),
     ],
 )
 def test_a_name_is_read_with_its_options(text, expected):
@@ -29,6 +36,8 @@ def test_a_name_is_read_with_its_options(text, expected):
     "text",
     [
         "lorekv(4)",
+        "tiered(kvp, knorm)",
+        "tiered(4)",
         "lorekv(",
         "lorekv(steps=1)(2)",
         "lorekv(**{})",
@@ -46,8 +55,25 @@ def test_equal_policies_have_one_spelling():
     assert spelled("lorekv( steps = 4,futures=4 )") == "lorekv(steps=4)"
     assert spelled("lorekv(objective='mass', futures=1)") == "lorekv(futures=1, objective=mass)"
     assert spelled("lorekv(futures=4)") == spelled("lorekv") == "lorekv"
-    for text in ("kvp(weights='a folder/b')", "lorekv(weight=0.5, kept=True)", "snapkv(window=16)"):
+    assert spelled("tiered( lorekv(steps=4,futures=4), q = .5)") == "tiered(lorekv(steps=4), q=0.5)"
+    assert spelled("tiered(h2o, bits=2)") == spelled("tiered(of=h2o)") == "tiered"
+    assert spelled("tiered(h2o(decay=0.9))") == "tiered(h2o(decay=0.9))"
+    for text in (
+        "tiered(snapkv(window=16), bits=4)",
+        "kvp(weights='a folder/b')",
+        "lorekv(weight=0.5, kept=True)",
+        "snapkv(window=16)",
+    ):
         assert spelled(text) == text and parse(spelled(text)) == parse(text)
+
+
+def test_a_policy_may_be_made_of_another_one():
+    assert make_policy("tiered(snapkv(window=16), bits=4)") == Tiered(of=SnapKV(window=16), bits=4)
+    assert make_policy("tiered", of=SnapKV(window=16), bits=4) == Tiered(of=SnapKV(window=16), bits=4)
+    policy = make_policy("tiered(snapkv(window=16), q=.5)")
+    assert saved_policy("Tiered", json.loads(json.dumps(policy.settings()))) == policy
+    with pytest.raises(ValueError, match="unknown option 'of'"):
+        make_policy("snapkv(tova)")
 
 
 def test_options_stand_in_the_name_or_beside_it():
@@ -73,8 +99,8 @@ def test_options_that_do_not_exist_or_fit_are_refused(text, options, message):
         make_policy(text, **options)
 
 
-def test_an_evaluation_names_its_arms_by_that_spelling_and_takes_each_once():
-    arms = _arms(["lorekv(futures=4)", "lorekv", "lorekv(steps=2 )", "full"], [64])
+def test_an_evaluation_names_itsarms_of_by_that_spelling_and_takes_each_once():
+    arms = arms_of(["lorekv(futures=4)", "lorekv", "lorekv(steps=2 )", "full"], [64])
     assert arms == [Arm("full", "full"), Arm("lorekv", "64"), Arm("lorekv(steps=2)", "64")]
 
 

@@ -6,7 +6,7 @@ kvkeep.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -210,7 +210,13 @@ def tova(run: Run, head: int) -> Tensor:
 
 
 def h2o(run: Run, head: int) -> Tensor:
-    return sum(attention_of(run, head, query) for query in range(run.keys.shape[1]))
+    decay, norm, N = run.options.get("decay", 1.0), run.options.get("norm", 1.0), run.keys.shape[1]
+    worth = torch.zeros(N)
+    for query in range(N):
+        for member in range(run.queries.shape[1]):
+            alone = replace(run, queries=run.queries[:, member : member + 1])
+            worth += attention_of(alone, head, query) ** norm * decay ** (N - 1 - query) / run.queries.shape[1]
+    return worth
 
 
 def snapkv(run: Run, head: int) -> Tensor:
@@ -403,6 +409,8 @@ TWINS: dict[str, Callable[[Run], Tensor]] = {
         "kvpop": kvpop,
         "kvpop_mlp": kvpop,
         "lorekv": lorekv,
+        "qevict": h2o,
+        "tiered": h2o,
         "oracle": oracle,
     }.items()
 }

@@ -4,9 +4,12 @@ B sequences, M continuations of each, H KV heads, G query heads per KV head, N s
 D head size.
 """
 
-import torch
+from collections.abc import Callable
+
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from .parts import Part, attend_part, merged
 
 
 def attend_shared(
@@ -17,6 +20,7 @@ def attend_shared(
     values: Float[Tensor, "B H N Dv"],
     hidden: Bool[Tensor, "B H N"] | None,
     scale: float,
+    beyond: Callable[[Float[Tensor, "B H X D"]], Part] | None = None,
 ) -> Float[Tensor, "BM HG 1 Dv"]:
     """Attention of each continuation's newest token over its sequence's slots and its own tokens.
 
@@ -24,26 +28,18 @@ def attend_shared(
 
     Args:
         hidden: slots that nobody may see; None when there are none.
+        beyond: attention over what the sequences hold beside their slots, if anything.
     """
     (BM, HG, _, D), (B, H) = queries.shape, keys.shape[:2]
     group = HG // H
     packed = queries.view(B, BM // B, H, group, D).transpose(1, 2).reshape(B, H, -1, D)
-    far, far_sum = _part(packed, keys, values, hidden, scale)
-    near, near_sum = _part(queries.view(BM, H, group, D), own_keys, own_values, None, scale)
+    far = attend_part(packed, keys, values, None if hidden is None else hidden[:, :, None], scale)
+    if beyond is not None:
+        far = merged(far, beyond(packed))
+    near = attend_part(queries.view(BM, H, group, D), own_keys, own_values, None, scale)
 
     def apart(rows: Tensor) -> Tensor:
         return rows.view(B, H, BM // B, group, -1).transpose(1, 2).reshape(BM, H, group, -1)
 
-    share = torch.sigmoid(near_sum - apart(far_sum))
-    return torch.lerp(apart(far), near, share).reshape(BM, HG, 1, -1).to(queries.dtype)
-
-
-def _part(
-    queries: Float[Tensor, "R H X D"], keys: Tensor, values: Tensor, hidden: Tensor | None, scale: float
-) -> tuple[Float[Tensor, "R H X Dv"], Float[Tensor, "R H X 1"]]:
-    """Attention over one part of the tokens, and the log of its softmax's denominator."""
-    dtype = torch.promote_types(queries.dtype, torch.float32)
-    logits = (queries.to(dtype) * scale) @ keys.to(dtype).mT
-    if hidden is not None:
-        logits.masked_fill_(hidden[:, :, None], -torch.inf)
-    return logits.softmax(-1) @ values.to(dtype), logits.logsumexp(-1, keepdim=True)
+    whole = merged(Part(apart(far.output), apart(far.logsum)), near)
+    return whole.output.reshape(BM, HG, 1, -1).to(queries.dtype)

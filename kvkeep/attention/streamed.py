@@ -49,7 +49,7 @@ def attend(
     grouped = queries.view(B, H, HG // H, T, D)
     tile = _tile(HG // H, N)
     outputs = [
-        _attend_tile(rows, keys, values, _visible(positions, at), scale)
+        _attend_tile(rows, keys, values, visible(positions, at), scale)
         for rows, at in zip(grouped.split(tile, dim=3), query_positions.split(tile, dim=1), strict=True)
     ]
     return torch.cat(outputs, dim=3).view(B, HG, T, -1)
@@ -67,56 +67,92 @@ class AttentionMass:
         scale: float,
         *,
         has_empty: bool,
+        beyond: Float[Tensor, "B HG T"] | None = None,
     ):
         self._queries, self._keys = queries, keys
         self._positions, self._query_positions = positions, query_positions
         self._scale, self._has_empty = scale, has_empty
-        self._known: dict[int | None, Tensor] = {}
+        # log of what each query's softmax adds up to over tokens that are in no slot
+        self._beyond = beyond
+        self._known: dict[tuple[int | None, float, float], Tensor] = {}
 
-    def received(self, last: int | None = None) -> Float[Tensor, "B H N"]:
-        """Softmax mass from the last `last` tokens (all new ones if None): mean over the group, sum over queries."""
+    def received(self, last: int | None = None, *, power: float = 1.0, decay: float = 1.0) -> Float[Tensor, "B H N"]:
+        """Softmax mass from the last `last` tokens (all new ones if None): mean over the group, sum over queries.
+
+        Args:
+            power: each query's attention is raised to it before it is summed.
+            decay: each query counts so many times as much as the one after it.
+        """
         if last is not None and last >= self._queries.shape[2]:
             last = None
-        if last not in self._known:
-            self._known[last] = self._sum(*self._newest(last))
-        return self._known[last]
+        asked = (last, power, decay)
+        if asked not in self._known:
+            self._known[asked] = self._sum(*self._newest(last), power, decay)
+        return self._known[asked]
 
-    def _newest(self, last: int | None) -> tuple[Tensor, Tensor]:
-        """The last `last` queries that are not padding, per sequence."""
+    def _newest(self, last: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The last `last` queries that are not padding, per sequence, with what is beyond the slots for them."""
         if last is None:
-            return self._queries, self._query_positions
+            return self._queries, self._query_positions, self._beyond
+        beyond = self._beyond
         if not self._has_empty:
-            return self._queries[:, :, -last:], self._query_positions[:, -last:]
+            newest = None if beyond is None else beyond[:, :, -last:]
+            return self._queries[:, :, -last:], self._query_positions[:, -last:], newest
         # padding carries position -1 and sorts before every token
         at, order = self._query_positions.sort(dim=1, stable=True)
-        order = order[:, None, -last:, None].expand(-1, self._queries.shape[1], -1, self._queries.shape[3])
-        return self._queries.gather(2, order), at[:, -last:]
+        order = order[:, None, -last:].expand(-1, self._queries.shape[1], -1)
+        queries = self._queries.gather(2, order[..., None].expand(*order.shape, self._queries.shape[3]))
+        return queries, at[:, -last:], None if beyond is None else beyond.gather(2, order)
 
-    def _sum(self, queries: Tensor, query_positions: Tensor) -> Tensor:
+    def _sum(
+        self, queries: Tensor, query_positions: Tensor, beyond: Tensor | None, power: float, decay: float
+    ) -> Tensor:
         B, HG, T, D = queries.shape
         H, N = self._keys.shape[1:3]
+        G = HG // H
         # scores stay fp32: bf16 ties make eviction depend on slot order
         keys = self._keys.float().transpose(-1, -2)
         if T == 1 and not self._has_empty:
-            return ((queries.view(B, H, HG // H, D).float() * self._scale) @ keys).softmax(-1).mean(2)
+            logits = (queries.view(B, H, G, D).float() * self._scale) @ keys
+            return _weights(logits, None if beyond is None else beyond.view(B, H, G, 1), power).mean(2)
         total = keys.new_zeros(B, H, N)
         earliest = self._positions.amin((0, 1))
-        tile = _tile(_SUM_TILES * HG // H, N)
-        grouped = queries.reshape(B, H, HG // H, T, D)
-        for rows, at in zip(grouped.split(tile, dim=3), query_positions.split(tile, dim=1), strict=True):
+        counts = query_weights(query_positions, decay=decay)
+        tile = _tile(_SUM_TILES * G, N)
+        grouped = queries.reshape(B, H, G, T, D)
+        further = [None] * -(-T // tile) if beyond is None else beyond.view(B, H, G, T, 1).split(tile, dim=3)
+        parts = (grouped.split(tile, dim=3), query_positions.split(tile, dim=1), counts.split(tile, dim=1), further)
+        for rows, at, count, more in zip(*parts, strict=True):
             reach = _reach(earliest, at)
             # packed: broadcasting the keys over the group would copy them for every tile
             packed = (rows.float() * self._scale).reshape(B, H, -1, D)
-            logits = (packed @ keys[..., :reach]).view(B, H, HG // H, -1, reach)
-            logits.masked_fill_(~_visible(self._positions[..., :reach], at)[:, :, None], -torch.inf)
-            # padding queries give nothing
-            share = (at >= 0).float()[:, None, None].expand(B, 1, HG // H, -1) * (H / HG)
-            weights = logits.softmax(-1).view(B, H, -1, reach)
+            logits = (packed @ keys[..., :reach]).view(B, H, G, -1, reach)
+            logits.masked_fill_(~visible(self._positions[..., :reach], at)[:, :, None], -torch.inf)
+            share = (count / G)[:, None, None].expand(B, 1, G, -1)
+            weights = _weights(logits, more, power).view(B, H, -1, reach)
             total[..., :reach] += (share.reshape(B, 1, 1, -1) @ weights)[:, :, 0]
         return total
 
 
-def _visible(positions: Int[Tensor, "B H N"], query_positions: Int[Tensor, "B t"]) -> Bool[Tensor, "B H t N"]:
+def query_weights(
+    query_positions: Int[Tensor, "B T"], last: int | None = None, *, decay: float = 1.0
+) -> Float[Tensor, "B T"]:
+    """How much each query counts in a sum over the last `last` tokens: padding gives nothing."""
+    behind = query_positions.amax(1, keepdim=True) - query_positions
+    counted = (query_positions >= 0) if last is None else (query_positions >= 0) & (behind < last)
+    return counted * torch.full_like(behind, decay, dtype=torch.float32).pow(behind)
+
+
+def _weights(logits: Tensor, beyond: Tensor | None, power: float) -> Tensor:
+    """Softmax over the logits and what is beyond them, raised to `power`."""
+    if beyond is None:
+        weights = logits.softmax(-1)
+    else:
+        weights = (logits - torch.logaddexp(logits.logsumexp(-1, keepdim=True), beyond)).exp()
+    return weights if power == 1 else weights.pow(power)
+
+
+def visible(positions: Int[Tensor, "B H N"], query_positions: Int[Tensor, "B t"]) -> Bool[Tensor, "B H t N"]:
     at = query_positions[:, None, :, None]
     slots = positions[:, :, None, :]
     # a padding query sees everything: its row must be finite and is read by nobody

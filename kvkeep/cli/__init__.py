@@ -4,9 +4,11 @@ from typing import Annotated
 
 import typer
 
+from .agreement import agreement
 from .bench import bench
 from .console import Commands
 from .demo import demo
+from .diagnose import diagnose
 from .evaluate import evaluate
 from .generate import generate
 from .lm_eval import lm_eval
@@ -40,6 +42,8 @@ app.command()(generate)
 app.command(name="eval")(evaluate)
 # what it does not know is the harness's
 app.command(name="lm-eval", context_settings={"ignore_unknown_options": True})(lm_eval)
+app.command()(agreement)
+app.command()(diagnose)
 app.command()(bench)
 app.command()(trace)
 app.command()(replay)

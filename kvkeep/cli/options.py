@@ -18,7 +18,13 @@ _MODEL = "smollm2, a folder, a GGUF file, or a Hugging Face id (owner/name)."
 # written out, because importing them would load torch for --help
 _POLICIES = (
     "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv, expected_attention, kvp, "
-    "kvpop, kvpop_mlp or lorekv (docs/policies.md), with options as in snapkv(window=16)"
+    "kvpop, kvpop_mlp, lorekv, qevict or tiered (docs/policies.md), with options as in snapkv(window=16), "
+    "tiered(kvp, bits=4)"
+)
+
+_DATA = (
+    "tasks:NAMES/inside or tasks:NAMES/after, text:FILE_OR_FOLDER, chat:FILE.jsonl, or FILE.jsonl with a prompt, "
+    "messages or text in each line. Repeat it for a mixture."
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of text.")]
@@ -47,6 +53,7 @@ Questions = Annotated[
     list[Question], typer.Option("--question", help="Is the question compressed with the text, or does it come after?")
 ]
 Sources = Annotated[list[str], typer.Option(metavar="NAME,...", help="Only sources that begin so, such as niah.")]
+Texts = Annotated[list[str], typer.Option("--data", metavar="DATA", help=_DATA)]
 
 Haystack = Annotated[Path | None, typer.Option(help="Folder of .txt files in place of the bundled prose.")]
 Templates = Annotated[Path | None, typer.Option(help="JSON file with other words around the tasks.")]

@@ -10,19 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .console import names, note, number_ranges, out, print_json, quiet_transformers, steps_bar
-from .options import Device, Dtype, Haystack, Json, Model, Templates
+from .options import Device, Dtype, Haystack, Json, Model, Templates, Texts
 
 if TYPE_CHECKING:
     from kvkeep.tracing import Tracing
 
-DATA = (
-    "tasks:NAMES/inside or tasks:NAMES/after, text:FILE_OR_FOLDER, chat:FILE.jsonl, or FILE.jsonl with a prompt, "
-    "messages or text in each line. Repeat it for a mixture."
-)
-
 
 def trace(
-    data: Annotated[list[str], typer.Option("--data", metavar="DATA", help=DATA)] = ["tasks:all/inside"],
+    data: Texts = ["tasks:all/inside"],
     folder: Annotated[Path, typer.Option("--out", "-o", help="Folder for the traces.")] = Path("traces"),
     model: Model = "smollm2",
     num_prompts: Annotated[int, typer.Option("--prompts", "-n", help="Most prompts from each DATA.")] = 100,

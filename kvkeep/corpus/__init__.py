@@ -30,7 +30,7 @@ class Harvest:
     @property
     def note(self) -> str:
         """What is worth telling, "" if nothing."""
-        passed = [(self.too_short, "too short for the protected window"), (self.too_long, "too long")]
+        passed = [(self.too_short, "too short"), (self.too_long, "too long")]
         told = [f"{number} {'was' if number == 1 else 'were'} {what}" for number, what in passed if number]
         return f"{self.data}: {len(self.items)} prompts; {' and '.join(told)}" if told else ""
 
@@ -91,5 +91,6 @@ def _drafts(data: str, reading: Reading) -> Iterator[Draft]:
 
 def _nothing_found(found: Harvest, reading: Reading) -> str:
     if found.note:
-        return f"{found.note}; a prompt needs {reading.fewest} to {reading.most} tokens and something that follows"
+        wanted = f"{reading.fewest} to {reading.most} tokens and {reading.least_future} or more that follow"
+        return f"{found.note}; a prompt needs {wanted}"
     return f"{found.data} has no prompts in the split {reading.split!r}; give more data, or another split"

@@ -71,7 +71,7 @@ def _whole(record: Mapping[str, Any], stem: str, name: str, reading: Reading) ->
         if kind == "text"
         else _conversation_ids(reading.tokenizer, _conversation(record))
     )
-    last = min(reading.num_tokens, ids.shape[1] - 1)
+    last = min(reading.num_tokens, ids.shape[1] - reading.least_future)
     draws = random.Random(f"{reading.seed} {digest(json.dumps(record, sort_keys=True))}")
     at = draws.randint(reading.fewest, last) if last >= reading.fewest else max(0, last)
     return cut(f"{kind}/{stem}", name, ids, at)

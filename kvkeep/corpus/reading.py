@@ -53,6 +53,8 @@ class Reading:
         futures: "data" (what the data say follows, else the model's greedy answer), "greedy", or a number of
             continuations to sample.
         future_tokens: most tokens of a future; a question behind the prompt is not counted.
+        least_tokens, least_future: fewest tokens of a prompt, and of a future that the data say; shorter ones are
+            passed over.
         seed: of where conversations are cut.
         haystack, templates, documents: other text, words and questions for tasks (see `tasks.generate`).
 
@@ -66,6 +68,8 @@ class Reading:
     num_prompts: int = 100
     futures: str = DATA
     future_tokens: int = 64
+    least_tokens: int = 0
+    least_future: int = 1
     seed: int = 0
     haystack: Path | None = None
     templates: Path | None = None
@@ -78,17 +82,25 @@ class Reading:
             raise ValueError(
                 f"prompts and tokens of a future must be at least 1, got {self.num_prompts} and {self.future_tokens}"
             )
+        if not 1 <= self.least_future <= self.future_tokens:
+            raise ValueError(
+                f"the shortest future must have 1 to {self.future_tokens} tokens, the longest, got {self.least_future}"
+            )
         if self.num_tokens < self.fewest:
             raise ValueError(
-                f"a prompt of {self.num_tokens} tokens is protected as a whole; give a length of {self.fewest} or more"
+                f"a prompt of {self.num_tokens} tokens is {self._too_few}; give a length of {self.fewest} or more"
             )
         if self.futures not in (DATA, GREEDY) and not self.sampled:
             raise ValueError(f"futures are data, greedy or how many to sample, got {self.futures!r}")
 
     @property
     def fewest(self) -> int:
-        """Tokens of the shortest prompt in which there is something to choose."""
-        return Budget().floor + 1
+        """Tokens of the shortest prompt that is wanted and in which there is something to choose."""
+        return max(Budget().floor + 1, self.least_tokens)
+
+    @property
+    def _too_few(self) -> str:
+        return "protected as a whole" if self.fewest > self.least_tokens else "shorter than the shortest wanted"
 
     @property
     def most(self) -> int:
@@ -104,7 +116,7 @@ class Reading:
         """The futures of a prompt; none if the data say that nothing follows."""
         if self.futures == DATA and draft.given:
             given = [Branch(future[:, : self.future_tokens]) for future in draft.given]
-            return [branch for branch in given if branch.longest]
+            return [branch for branch in given if branch.longest >= self.least_future]
         num_new = min(self.future_tokens, draft.num_new or self.future_tokens)
         return [Branch(lead, num_new) for lead in draft.leads for _ in range(self.sampled or 1)]
 

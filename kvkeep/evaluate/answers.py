@@ -53,8 +53,8 @@ def answer_together(
     """
     with attach(model):
         group = CacheGroup(members)
-        logits = _read_prompt(model, group, prompt, future)
-        held = [(member.report().kept, member.report().bytes, _stock_bytes(member)) for member in members]
+        logits = read_prompt(model, group, prompt, future)
+        held = [(member.report().kept, member.report().bytes, stock_bytes(member)) for member in members]
         rows = len(members)
         if follow_up.shape[1]:
             logits = next_logits(model, group, input_ids=follow_up.expand(rows, -1))
@@ -62,7 +62,7 @@ def answer_together(
     return [Answer(tokens, *sizes) for tokens, sizes in zip(answers, held, strict=True)]
 
 
-def _read_prompt(
+def read_prompt(
     model: PreTrainedModel, group: CacheGroup, prompt: Int[Tensor, "1 P"], future: Int[Tensor, "1 L"] | None
 ) -> Float[Tensor, "1 V"]:
     """Logits after the prompt, which every member has compressed; what `kvkeep.prefill` does, for all at once."""
@@ -127,7 +127,7 @@ def _decode(
     return answers
 
 
-def _stock_bytes(member: KVCache) -> int:
+def stock_bytes(member: KVCache) -> int:
     """Bytes of the keys and values of everything seen: what transformers' own cache holds in these layers."""
     slots = [(layer.seen, layer.slots) for layer in member.managed if layer.slots is not None]
     return sum(seen * (held.keys[:, :, 0].nbytes + held.values[:, :, 0].nbytes) for seen, held in slots)

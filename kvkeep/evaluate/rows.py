@@ -213,11 +213,21 @@ def wilson(successes: int, n: int) -> Interval:
     return Interval(low, high, "wilson")
 
 
-def bootstrap(values: Sequence[float | int], resamples: int = 2000, seed: int = 0) -> Interval:
-    """Percentile bootstrap interval of the mean, for scores other than 0 and 1 (Efron 1979)."""
+def bootstrap(
+    values: Sequence[float | int],
+    resamples: int = 2000,
+    seed: int = 0,
+    *,
+    weights: Sequence[float | int] | None = None,
+) -> Interval:
+    """Percentile bootstrap interval of the mean, for scores other than 0 and 1 (Efron 1979).
+
+    With `weights` of a weighted mean, such as a ratio of two sums: values are ratios, weights what they are shares of.
+    """
     import numpy as np
 
     data = np.asarray(values, dtype=np.float64)
+    share = np.ones_like(data) if weights is None else np.asarray(weights, dtype=np.float64)
     if data.size < 1 or resamples < 1 or not np.isfinite(data).all():
         raise ValueError(
             f"{data.size} values, {resamples} resamples; at least one finite value and one resample needed"
@@ -226,9 +236,15 @@ def bootstrap(values: Sequence[float | int], resamples: int = 2000, seed: int = 
     # blocks of a million draws bound the memory, whatever the number of values
     block = max(1, 1_000_000 // data.size)
     sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
-    means = np.concatenate([data[generator.integers(data.size, size=(size, data.size))].mean(1) for size in sizes])
-    low, high = np.quantile(means, (0.025, 0.975))
-    return Interval(float(min(low, data.mean())), float(max(high, data.mean())), "bootstrap")
+    means = []
+    for size in sizes:
+        drawn = generator.integers(data.size, size=(size, data.size))
+        weight = share[drawn].sum(1)
+        # a draw of weights that are all 0 says nothing
+        means.append((data * share)[drawn].sum(1)[weight > 0] / weight[weight > 0])
+    mean = (data * share).sum() / share.sum()
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return Interval(float(min(low, mean)), float(max(high, mean)), "bootstrap")
 
 
 def interval(scores: Sequence[float | int]) -> Interval | None:

@@ -106,11 +106,11 @@ def evaluate(
         templates=templates,
         data=data,
     )
-    session = _Session(model=model, exam=exam, arms=_arms(policies, budgets), question=question, seed=seed)
+    session = _Session(model=model, exam=exam, arms=arms_of(policies, budgets), question=question, seed=seed)
     session.check()
     naming = {"model": model_name, "length": length, "question": question, "split": split, "seed": seed}
-    with SampleLog(_folder(out) / "samples.jsonl") as log:
-        _refuse_other_settings(log, model_name, session.settings)
+    with SampleLog(output_folder(out) / "samples.jsonl") as log:
+        refuse_other_settings(log, model_name, session.settings)
         for place, (task, index) in enumerate(exam.places):
             progress(place, len(exam.places), task)
             session.finish(log, {**naming, "task": task, "index": index})
@@ -200,7 +200,7 @@ def _serves(name: str, model: PreTrainedModel) -> bool:
     return True
 
 
-def _arms(policies: Sequence[str], budgets: Sequence[int | float | str]) -> list[Arm]:
+def arms_of(policies: Sequence[str], budgets: Sequence[int | float | str]) -> list[Arm]:
     """The full cache first, then every policy at every budget."""
     _known("policy", [parse(policy)[0] for policy in policies], [*POLICIES, FULL])
     names = [spelled(policy) for policy in policies if policy != FULL]
@@ -245,7 +245,7 @@ def _key(named: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     return "/".join([*(str(named[name]) for name in names), digest])
 
 
-def _refuse_other_settings(log: SampleLog, model_name: str, settings: Mapping[str, Any]) -> None:
+def refuse_other_settings(log: SampleLog, model_name: str, settings: Mapping[str, Any]) -> None:
     """Rows average over samples, so those of one model must be alike in all that rows do not name."""
     for record in log.records:
         theirs = record.get("settings") or {}
@@ -261,7 +261,7 @@ def _refuse_other_settings(log: SampleLog, model_name: str, settings: Mapping[st
             )
 
 
-def _folder(out: Path) -> Path:
+def output_folder(out: Path) -> Path:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out is {out}, which is a file; give a folder for samples.jsonl and rows.jsonl")
     return out

@@ -227,7 +227,8 @@ def held_bytes(cache: Cache) -> int:
 
 def read_bytes(cache: Cache) -> int:
     """Bytes of keys and values that one decode step must read: those in use, without side arrays or spare room."""
-    return sum(holder.keys.nbytes + holder.values.nbytes for holder in _holders(cache))
+    held = [holder for slots in _holders(cache) for holder in (slots, getattr(slots, "coded", None)) if holder]
+    return sum(holder.keys.nbytes + holder.values.nbytes for holder in held)
 
 
 def _holders(cache: Cache) -> list[Any]:

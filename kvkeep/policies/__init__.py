@@ -3,11 +3,13 @@
 B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D head size.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from ..names import nearest
-from .base import Futures, Look, Observation, Policy, Rotary
+from ..rotation import Rotary
+from .base import Futures, Look, Observation, Policy, Tiers
 from .baselines import (
     H2O,
     ExpectedAttention,
@@ -25,7 +27,8 @@ from .deletion import Projection
 from .kvp import KVP
 from .kvpop import KVpop, KVpopMLP
 from .lorekv import LoreKV
-from .spelling import parse, spell
+from .spelling import RANKING, parse, spell
+from .tiered import QEvict, Tiered
 
 POLICIES: dict[str, type[Policy]] = {
     "random": Random,
@@ -42,6 +45,8 @@ POLICIES: dict[str, type[Policy]] = {
     "kvpop": KVpop,
     "kvpop_mlp": KVpopMLP,
     "lorekv": LoreKV,
+    "qevict": QEvict,
+    "tiered": Tiered,
     "oracle": Oracle,
 }
 
@@ -68,26 +73,54 @@ def make_policy(policy: "str | Policy", **options: Any) -> Policy:
             raise ValueError(f"option {option!r} is given twice: in {policy!r} and beside it")
         if not _alike(value, known[option]):
             raise ValueError(f"option {option!r} of policy {name!r} is like {known[option]!r}, got {value!r}")
-        chosen[option] = float(value) if isinstance(known[option], float) else value
+        chosen[option] = _converted(value, known[option])
     return kind(**chosen)
+
+
+def saved_policy(name: str, settings: Mapping[str, Any]) -> Policy | None:
+    """The policy of the class `name` with `Policy.settings`; None where no class here has that name.
+
+    Raises:
+        ValueError, OSError: where it cannot be made any more, such as for weights that are gone.
+    """
+    kind = next((kind for kind in POLICIES.values() if kind.__name__ == name), None)
+    if kind is None:
+        return None
+    inner = {option: value for option, value in settings.items() if isinstance(value, Mapping)}
+    ranked = {option: saved_policy(value["name"], value["options"]) for option, value in inner.items()}
+    return None if None in ranked.values() else kind(**{**settings, **ranked})
 
 
 def spelled(policy: str) -> str:
     """The one spelling of a policy's name with its options, for names of measurements.
 
-    >>> spelled("lorekv(steps = 4, futures=4)")
-    'lorekv(steps=4)'
+    >>> spelled("lorekv(steps = 4, futures=4)"), spelled("tiered(kvp,q=.5)")
+    ('lorekv(steps=4)', 'tiered(kvp, q=0.5)')
     """
     name, options = parse(policy)
-    return spell(name, options, _kind(name))
+    kind = _kind(name)
+    if RANKING in options:
+        options[RANKING] = spelled(options[RANKING])
+        default = next(field.default for field in fields(kind) if field.name == RANKING)
+        if POLICIES.get(options[RANKING]) is type(default):
+            del options[RANKING]
+    return spell(name, options, kind)
 
 
 def _alike(value: Any, default: Any) -> bool:
     """Whether an option's value is of its default's type; whole numbers do for fractions."""
+    if isinstance(default, Policy):
+        return isinstance(value, Policy | str)
     if not isinstance(default, bool | int | float | str):
         return True
     kinds = (int, float) if isinstance(default, float) else type(default)
     return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _converted(value: Any, default: Any) -> Any:
+    if isinstance(default, Policy):
+        return make_policy(value)
+    return float(value) if isinstance(default, float) else value
 
 
 def _kind(name: str) -> type[Policy]:
@@ -107,8 +140,12 @@ __all__ = [
     "Observation",
     "Policy",
     "Projection",
+    "QEvict",
     "Rotary",
+    "Tiered",
+    "Tiers",
     "make_policy",
     "parse",
+    "saved_policy",
     "spelled",
 ]

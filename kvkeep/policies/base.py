@@ -4,20 +4,19 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..attention import AttentionMass
+from ..attention import AttentionMass, CodedAttention
+from ..budget import Budget
+from ..rotation import Rotary
 from ..slots import Slots
 from .deletion import Projection
-
-# maps positions [..., T] to (cos, sin), each [..., T, R] with R <= D rotated dimensions, halves repeated
-Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Look(NamedTuple):
@@ -47,6 +46,17 @@ class Futures(NamedTuple):
     positions: Int[Tensor, "B F"] | None = None
 
 
+class Tiers(NamedTuple):
+    """How a policy wants windows of tokens held as codes: see `policies.tiered.TieredPolicy`."""
+
+    window: int
+    bits: int
+    quantized: float
+    share_heads: bool
+    guard: float
+    element_bytes: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observation:
     """One layer right after the attention of T new tokens, before anything is evicted.
@@ -64,6 +74,7 @@ class Observation:
         projection: this layer's output projection, for policies that need it; None where a head's output passes through
             something else first.
         layer: index of the layer.
+        coded: attention of the new queries over windows held as codes; None where there are none.
         ahead: the new tokens are a look-ahead that will be taken back.
         held: nothing is evicted before the policy has seen the futures it asked for (`Policy.look`).
         futures: those futures. The rest is what the policy remembered of the prompt (`Policy.remember`), with `ahead`.
@@ -80,6 +91,7 @@ class Observation:
     scale: float | None = None
     rotary: Rotary | None = None
     projection: Projection | None = None
+    coded: CodedAttention | None = None
     ahead: bool = False
     held: bool = False
     futures: Futures | None = None
@@ -128,6 +140,11 @@ class Policy(ABC):
     schedule: ClassVar[str] = "uniform"
     chunk_free: ClassVar[bool] = False
 
+    @property
+    def tiers(self) -> Tiers | None:
+        """How it wants tokens held as codes before they go. Default: not at all."""
+        return None
+
     def settings(self) -> dict[str, Any]:
         """What makes this policy again, as plain JSON: `type(policy)(**policy.settings())`."""
         return asdict(self)
@@ -171,6 +188,25 @@ class Policy(ABC):
         They are the last slots, and nothing was evicted since they came. Default: nothing.
         """
         return
+
+    def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"] | None:
+        """Which of all tokens so far each new one would still find; None where that cannot be told beforehand.
+
+        With this a long text can be read in few forwards, and gives what evicting token by token would have given.
+
+        Args:
+            seen: everything so far, nothing evicted.
+            limits: slots kept right before each new token.
+            budget: sinks and recent tokens that are always kept.
+        """
+        return None
+
+    def revise(self, worth: Float[Tensor, "B H W"], seen: Observation) -> Float[Tensor, "B H W"]:
+        """What windows held as codes are worth after a forward (`seen.coded`): the mean of what their tokens would be.
+
+        Default: what they were worth when they were last held in full precision.
+        """
+        return worth
 
     @abstractmethod
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
+from ..budget import Budget
+from ..rotation import rotate, unrotate
 from .base import Observation, Policy, hashed_uniform
 
 
@@ -34,6 +36,13 @@ class Streaming(Policy):
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         return seen.slots.positions.float()
+
+    def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"]:
+        assert seen.query_positions is not None
+        at, held = seen.query_positions[:, None, :, None], seen.slots.positions[:, :, None]
+        # right before the token at q the latest ones kept are those from q - (limit - sinks) on
+        first = at - (limits.to(at) - budget.sinks)[:, None]
+        return (held <= at) & ((held < budget.sinks) | (held >= first))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,20 +122,50 @@ class Tova(Policy):
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         assert seen.attention is not None
-        mass = seen.attention.received(last=1)
+        return self._of_heads(seen.attention.received(last=1))
+
+    def revise(self, worth: Float[Tensor, "B H W"], seen: Observation) -> Float[Tensor, "B H W"]:
+        assert seen.coded is not None
+        return self._of_heads(seen.coded.received(last=1))
+
+    def _of_heads(self, mass: Float[Tensor, "B H N"]) -> Float[Tensor, "B H N"]:
         return mass.mean(1, keepdim=True).expand_as(mass) if self.share_heads else mass
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
-    """H2O (arXiv 2306.14048): attention summed over all queries so far."""
+    """H2O (arXiv 2306.14048): attention summed over all queries so far.
+
+    Attributes:
+        decay: what the sum is multiplied by at each token; 1 is the paper's.
+        norm: attention of each query is raised to it before it is summed; 1 is the paper's.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"queries"})
     side: ClassVar[tuple[str, ...]] = ("h2o",)
 
+    decay: float = 1.0
+    norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1 or not self.norm > 0:
+            raise ValueError(f"decay must lie in (0, 1] and norm be positive, got {self.decay} and {self.norm}")
+
     def track(self, seen: Observation) -> None:
         assert seen.attention is not None
-        seen.slots.side("h2o").add_(seen.attention.received())
+        side = seen.slots.side("h2o")
+        if self.decay < 1:
+            side.mul_(self._fade(seen))
+        side.add_(seen.attention.received(power=self.norm, decay=self.decay))
+
+    def revise(self, worth: Float[Tensor, "B H W"], seen: Observation) -> Float[Tensor, "B H W"]:
+        assert seen.coded is not None
+        return worth * self._fade(seen) + seen.coded.received(power=self.norm, decay=self.decay)
+
+    def _fade(self, seen: Observation) -> Float[Tensor, "B 1 1"]:
+        assert seen.query_positions is not None
+        fresh = (seen.query_positions >= 0).sum(1)[:, None, None]
+        return torch.full_like(fresh, self.decay, dtype=torch.float32) ** fresh
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         return seen.slots.side("h2o")
@@ -152,14 +191,23 @@ class SnapKV(Policy):
             raise ValueError(f"window must be positive and kernel odd, got {self.window} and {self.kernel}")
 
     def track(self, seen: Observation) -> None:
-        assert seen.attention is not None and seen.query_positions is not None
-        fresh: int | Tensor = 1
+        assert seen.attention is not None
         mass = seen.attention.received(last=self.window) / self.window
         if seen.num_new > 1:
-            # padding looked at nothing, so it moves no average
-            fresh = (seen.query_positions >= 0).sum(1).clamp(max=self.window)[:, None, None]
             mass = self._pooled(mass, seen.slots.positions)
-        seen.slots.side("snapkv").mul_(1 - fresh / self.window).add_(mass)
+        seen.slots.side("snapkv").mul_(1 - self._fresh(seen) / self.window).add_(mass)
+
+    def revise(self, worth: Float[Tensor, "B H W"], seen: Observation) -> Float[Tensor, "B H W"]:
+        assert seen.coded is not None
+        return worth * (1 - self._fresh(seen) / self.window) + seen.coded.received(last=self.window) / self.window
+
+    def _fresh(self, seen: Observation) -> int | Int[Tensor, "B 1 1"]:
+        """New queries that the window holds."""
+        assert seen.query_positions is not None
+        if seen.num_new == 1:
+            return 1
+        # padding looked at nothing, so it moves no average
+        return (seen.query_positions >= 0).sum(1).clamp(max=self.window)[:, None, None]
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         return seen.slots.side("snapkv")
@@ -242,9 +290,7 @@ class ExpectedAttention(Policy):
         assert seen.queries is not None and seen.query_positions is not None and seen.rotary is not None
         at = seen.query_positions.long()
         cos, sin = (table[:, None] for table in seen.rotary(at.clamp(min=0)))
-        # the tables of some long-context rotations scale too
-        scale = cos**2 + sin**2
-        plain = rotate(seen.queries.float(), cos / scale, -sin / scale)
+        plain = unrotate(seen.queries.float(), cos, sin)
         # sinks are no typical queries
         counted = at >= self._num_sinks(seen)
         weight = counted[:, None, :, None] / counted.sum(1)[:, None, None, None].clamp(min=1)
@@ -276,15 +322,6 @@ class Oracle(Policy):
 
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         return seen.slots.side("oracle")
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first R dimensions of `x`, halves paired; the others pass."""
-    size = cos.shape[-1]
-    turned, rest = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1)
 
 
 def _expected_logits(product: Tensor, spread: Tensor, seen: Observation) -> Tensor:

@@ -89,16 +89,7 @@ class KVpop(LearnedPolicy):
         _keep(slots, memory)
 
     def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"]:
-        """Which of all tokens so far each new one would still find, were the text read token by token.
-
-        Args:
-            seen: everything from the first token on, nothing evicted and nothing padded.
-            limits: slots kept right before each new token, all the same.
-            budget: its sinks and recent tokens are kept beside those of the window.
-
-        Raises:
-            ValueError: for limits that grow, under which what is held depends on when they did.
-        """
+        # under limits that grow, what is held depends on when they did
         assert seen.query_positions is not None
         limit = int(limits[0])
         if bool((limits != limit).any()):

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, logsigmoid, pad, silu
 
+from ..rotation import rotate
 from .stacks import EVERY, linear, make_stack, stacked_layer, stacked_norm, stacks_from
 
 # a token's worth falls by this factor a step, between the two as a head has learned
@@ -143,12 +144,10 @@ class Scorers(nn.Module):
         self, keys: Float[Tensor, "*B n D"], values: Float[Tensor, "*B n V"], positions: Int[Tensor, "*_ n"]
     ) -> Float[Tensor, "*B n F"]:
         """What is read of tokens, in fp32: keys, turned back to position 0, and values, side by side."""
-        keys, half = keys.float(), self.shape.turned // 2
-        if half:
-            angles = positions[..., None] * self.frequencies
-            cos, sin = angles.cos(), angles.sin()
-            first, second, rest = keys.split([half, half, keys.shape[-1] - 2 * half], dim=-1)
-            keys = torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
+        keys = keys.float()
+        if self.shape.turned:
+            angles = (positions[..., None] * self.frequencies).repeat(*[1] * positions.ndim, 2)
+            keys = rotate(keys, angles.cos(), -angles.sin())
         return torch.cat([keys, values.float()], dim=-1)
 
     def judge(

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvkeep.evaluate.rows import Row, read_rows, read_samples, replace_file
+from kvkeep.report.diagnosis import write_diagnosis
 from kvkeep.report.outputs import cases_by_task
 from kvkeep.report.page import Plot, Section, render
 from kvkeep.report.plots import DARK, LIGHT, accuracy_plot, bytes_plot
+from kvkeep.report.positions import stretches
 from kvkeep.report.tables import Block, blocks
 from kvkeep.report.terminal import print_table
 
-__all__ = ["Report", "print_table", "write_report"]
+__all__ = ["Report", "print_table", "write_diagnosis", "write_report"]
 
 ACCURACY_CAPTION = "Accuracy against the cache's budget. Bands are 95% intervals; the dashed line is the full cache."
 BYTES_CAPTION = "What the cache really held, summed over its storages, against the full cache."
@@ -43,7 +45,8 @@ def write_report(
     policies = list(dict.fromkeys(line.arm.policy for block in all_blocks for line in block.lines))
     policies = [policy for policy in policies if policy != "full"]
     sections = [Section(block, _plots(block, policies)) for block in all_blocks]
-    page = render(found, sections, cases)
+    along = [Plot("positions", stretch.title, stretch.light, stretch.dark) for stretch in stretches(found)]
+    page = render(found, sections, cases, along)
     pngs = []
     for index, section in enumerate(sections, 1):
         # the number keeps names apart that differ only in what a file name cannot hold
@@ -51,6 +54,9 @@ def write_report(
         for plot in section.plots:
             pngs.append(html.with_name(f"{html.stem}-{plot.name}{place}.png"))
             replace_file(pngs[-1], plot.light)
+    for index, plot in enumerate(along, 1):
+        pngs.append(html.with_name(f"{html.stem}-{plot.name}-{index}-{_slug(plot.caption)}.png"))
+        replace_file(pngs[-1], plot.light)
     replace_file(html, page.encode("utf-8", "replace"))
     return Report(html, pngs)
 

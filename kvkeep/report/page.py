@@ -28,8 +28,10 @@ class Section(NamedTuple):
     plots: list[Plot]
 
 
-def render(rows: Sequence[Row], sections: Sequence[Section], cases: dict[str, list[Case]]) -> str:
-    """The page as HTML. `cases` are shown in folded parts by task, none if empty."""
+def render(
+    rows: Sequence[Row], sections: Sequence[Section], cases: dict[str, list[Case]], along: Sequence[Plot] = ()
+) -> str:
+    """The page as HTML. `cases` are shown in folded parts by task, `along` are plots by position; none if empty."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -46,6 +48,7 @@ def render(rows: Sequence[Row], sections: Sequence[Section], cases: dict[str, li
         subtitle=_subtitle(rows),
         notices=notices(rows),
         sections=[_section(section) for section in sections],
+        along=[{"caption": plot.caption, "light": _data(plot.light), "dark": _data(plot.dark)} for plot in along],
         metrics=metric_tables(rows),
         cases=cases,
         origins=origins(rows),

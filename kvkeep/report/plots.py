@@ -37,14 +37,14 @@ def accuracy_plot(block: Block, policies: Sequence[str], theme: Theme) -> bytes:
     """
     from matplotlib.figure import Figure
 
-    with _style(theme):
+    with styled(theme):
         figure = Figure(figsize=(2.6 + 3.9 * len(block.questions), 4.4), layout="constrained")
         panels = figure.subplots(1, len(block.questions), sharey=True, squeeze=False)[0]
         for axes, question in zip(panels, block.questions, strict=True):
             _accuracy_panel(axes, block, question, policies, theme)
         panels[0].set_ylabel("accuracy, mean over tasks (%)" if len(block.tasks) > 1 else "accuracy (%)")
         figure.legend(handles=_by_height(panels[0]), loc="outside right center", frameon=False)
-        return _png(figure)
+        return png(figure)
 
 
 def _accuracy_panel(axes: "Axes", block: Block, question: str, policies: Sequence[str], theme: Theme) -> None:
@@ -53,7 +53,7 @@ def _accuracy_panel(axes: "Axes", block: Block, question: str, policies: Sequenc
     for policy, lines in grouped(block.lines, lambda line: line.arm.policy).items():
         shown = [line for line in lines if not line.is_full and question in line.means]
         if shown:
-            _policy_line(axes, shown, question, places, policy, _look(policy, policies, theme))
+            _policy_line(axes, shown, question, places, policy, look_of(policy, policies, theme))
     axes.set_title(f"question {question}" if question else "")
     axes.set_xlabel("cache budget")
     _budget_axis(axes, places, is_scaled=_is_scaled(block))
@@ -118,7 +118,7 @@ def _places(block: Block) -> dict[str, float]:
     return {budget: sum(line.budget_share or 0 for line in found) / len(found) for budget, found in lines.items()}
 
 
-def _look(policy: str, policies: Sequence[str], theme: Theme) -> dict[str, Any]:
+def look_of(policy: str, policies: Sequence[str], theme: Theme) -> dict[str, Any]:
     index = policies.index(policy)
     # later lines are thinner, so that equal ones still show
     weight = 1 - index / len(policies)
@@ -141,7 +141,7 @@ def bytes_plot(block: Block, policies: Sequence[str], theme: Theme) -> bytes | N
     lines = [line for line in block.lines if line.cache_bytes is not None and not line.is_full]
     if not lines:
         return None
-    with _style(theme):
+    with styled(theme):
         figure = Figure(figsize=(8.2, 1.3 + 0.27 * len(lines)), layout="constrained")
         axes = figure.subplots()
         _bars(axes, lines, policies, theme)
@@ -151,7 +151,7 @@ def bytes_plot(block: Block, policies: Sequence[str], theme: Theme) -> bytes | N
             axes.set_title(f"dashed: full cache, {full / 2**20:.3g} MiB", loc="right", fontsize=9)
         axes.set_xlabel("measured cache (MiB)")
         axes.grid(axis="y", visible=False)
-        return _png(figure)
+        return png(figure)
 
 
 def full_bytes_of(block: Block) -> float | None:
@@ -165,7 +165,7 @@ def full_bytes_of(block: Block) -> float | None:
 def _bars(axes: "Axes", lines: Sequence[Line], policies: Sequence[str], theme: Theme) -> None:
     names = [f"{line.arm.policy}  {line.arm.budget}" for line in lines]
     sizes = [(line.cache_bytes or 0) / 2**20 for line in lines]
-    colours = [_look(line.arm.policy, policies, theme)["color"] for line in lines]
+    colours = [look_of(line.arm.policy, policies, theme)["color"] for line in lines]
     budgets = list(dict.fromkeys(line.arm.budget for line in lines))
     # a gap before each further budget
     where = [index + 0.6 * budgets.index(line.arm.budget) for index, line in enumerate(lines)]
@@ -175,7 +175,7 @@ def _bars(axes: "Axes", lines: Sequence[Line], policies: Sequence[str], theme: T
     axes.set_ylim(where[-1] + 0.6, -0.6)
 
 
-def _style(theme: Theme) -> Any:
+def styled(theme: Theme) -> Any:
     import matplotlib
 
     return matplotlib.rc_context(
@@ -207,7 +207,7 @@ def _style(theme: Theme) -> Any:
     )
 
 
-def _png(figure: "Figure") -> bytes:
+def png(figure: "Figure") -> bytes:
     image = BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()

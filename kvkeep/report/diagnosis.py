@@ -1,0 +1,115 @@
+"""The page of a diagnosis: curves, a map of layers and heads, and a text with the fate of each of its tokens."""
+
+import errno
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from kvkeep.evaluate.rows import Row, bootstrap, read_rows, read_samples, replace_file
+from kvkeep.report.tables import Arm, grouped, origins
+from kvkeep.report.wording import number, percent
+
+# metric of a row, heading, and whether it is a share
+_COLUMNS = (
+    ("future_missed_mass", "missed mass %", True),
+    ("future_missed_mass_full", "missed in full precision %", True),
+    ("churn", "churn %", True),
+    ("lir", "rescued %", True),
+    ("lir_in_time", "rescued in time %", True),
+    ("time_to_revival", "events to revival", False),
+)
+_CURVES = ("missed", "missed_full", "churn")
+
+
+class _Cell(NamedTuple):
+    value: str
+    span: str
+
+
+def write_diagnosis(folder: Path) -> Path:
+    """Write `folder`/diagnose.html from what `kvkeep diagnose` left there; returns its path.
+
+    Raises:
+        FileNotFoundError: where there are no rows or samples.
+        ValueError: for damaged files.
+    """
+    rows, samples = folder / "rows.jsonl", folder / "samples.jsonl"
+    for file in (rows, samples):
+        if not file.is_file():
+            raise FileNotFoundError(errno.ENOENT, "nothing was diagnosed here; `kvkeep diagnose` does", str(file))
+    page = folder / "diagnose.html"
+    views = [json.loads(file.read_text()) for file in sorted((folder / "views").glob("*.json"))]
+    replace_file(page, render(read_rows(rows), read_samples(samples), views).encode("utf-8", "replace"))
+    return page
+
+
+def render(rows: Sequence[Row], samples: Sequence[Mapping[str, Any]], views: Sequence[Mapping[str, Any]]) -> str:
+    """The page as HTML; every text in it is escaped."""
+    import jinja2
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    folder = files("kvkeep.report")
+    style = folder.joinpath("page.html").read_text("utf-8").split("<style>")[1].split("</style>")[0]
+    arms = grouped(rows, lambda row: Arm(row.policy, row.budget))
+    told = grouped(samples, lambda sample: Arm(sample["policy"], sample["budget"]))
+    shown = sorted(views, key=lambda view: list(told).index(Arm(view["policy"], view["budget"])))
+    data = {"arms": [_arm(*found) for found in told.items()], "views": shown}
+    table = [(arm, _cells(found)) for arm, found in arms.items()]
+    return environment.from_string(folder.joinpath("diagnosis.html").read_text("utf-8")).render(
+        # our own files, and what cannot end its element
+        style=Markup(style),
+        script=Markup(folder.joinpath("diagnosis.js").read_text("utf-8")),
+        data=Markup(_embedded(data)),
+        headings=[heading for _, heading, _ in _COLUMNS],
+        budgets=grouped(table, lambda line: line[0].budget),
+        first=rows[0],
+        has_views=bool(views),
+        origins=origins(rows),
+    )
+
+
+def _embedded(value: Any) -> str:
+    """JSON that can stand in a script element: nothing in it can end that or open a comment."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _cells(rows: Sequence[Row]) -> list[_Cell]:
+    known = {row.metric: row for row in rows}
+    return [_cell(known.get(metric), is_share) for metric, _, is_share in _COLUMNS]
+
+
+def _cell(row: Row | None, is_share: bool) -> _Cell:
+    if row is None:
+        return _Cell("–", "")
+    write = percent if is_share else number
+    return _Cell(write(row.value), f"{write(row.low)}–{write(row.high)}")
+
+
+def _arm(arm: Arm, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    heads = [sample["heads"] for sample in samples]
+    return {
+        **arm._asdict(),
+        "curves": {name: _curve([sample["curve"] for sample in samples], name) for name in _CURVES},
+        "heads": {
+            name: [
+                [fmean(values) for values in zip(*layer, strict=True)]
+                for layer in zip(*(one[name] for one in heads), strict=True)
+            ]
+            for name in heads[0]
+        },
+    }
+
+
+def _curve(curves: Sequence[Mapping[str, list[Any]]], name: str) -> list[list[float | int]]:
+    """Step, mean over texts that reach it, and its 95% interval."""
+    points: list[list[float | int]] = []
+    longest = max(curves, key=lambda curve: len(curve["step"]))
+    for place, step in enumerate(longest["step"]):
+        values = [curve[name][place] for curve in curves if len(curve["step"]) > place]
+        bounds = bootstrap(values)
+        points.append([step, round(fmean(values), 5), round(bounds.low, 5), round(bounds.high, 5)])
+    return points

@@ -1,0 +1,50 @@
+"""Rotary positions: turning keys to their positions and back.
+
+T positions, R <= D rotated dimensions of D.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# maps positions [..., T] to (cos, sin), each [..., T, R], halves repeated
+Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def rotate(x: Float[Tensor, "*S D"], cos: Float[Tensor, "*C R"], sin: Float[Tensor, "*C R"]) -> Float[Tensor, "*S D"]:
+    """Rotary embedding of the first R dimensions of `x`, halves paired; the others pass."""
+    size = cos.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1)
+
+
+def unrotate(x: Float[Tensor, "*S D"], cos: Float[Tensor, "*C R"], sin: Float[Tensor, "*C R"]) -> Float[Tensor, "*S D"]:
+    """What `rotate` made `x` of."""
+    # the tables of some long-context rotations scale too
+    scale = cos**2 + sin**2
+    return rotate(x, cos / scale, -sin / scale)
+
+
+class RotaryTable:
+    """A rotation looked up in fp32 tables `[S, R]` that grow with the positions asked for."""
+
+    def __init__(self, rotary: Rotary):
+        self._rotary = rotary
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def at(self, positions: Int[Tensor, "*S"]) -> tuple[Float[Tensor, "*S R"], Float[Tensor, "*S R"]]:
+        """Cosines and sines of `positions`, which must not be negative."""
+        cos, sin = self.upto(int(positions.amax()) + 1 if positions.numel() else 1, positions.device)
+        return cos[positions], sin[positions]
+
+    def upto(self, length: int, device: torch.device) -> tuple[Float[Tensor, "S R"], Float[Tensor, "S R"]]:
+        """The whole tables, which cover at least `length` positions."""
+        if self._tables is None or self._tables[0].shape[0] < length or self._tables[0].device != device:
+            room = 256 * -(-length * 5 // 1024)
+            cos, sin = self._rotary(torch.arange(room, device=device)[None])
+            self._tables = cos[0].float().contiguous(), sin[0].float().contiguous()
+        return self._tables

@@ -1,0 +1,71 @@
+"""Which windows are held in full precision, which as codes, and which go.
+
+B sequences, H KV heads, C windows to choose from.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .selection import by_worth
+from .slots import EMPTY
+
+
+class Room(NamedTuple):
+    """How many windows a head of each sequence may hold in full precision, and how many as codes."""
+
+    full: Int[Tensor, " B"]
+    coded: Int[Tensor, " B"]
+
+
+class Route(NamedTuple):
+    """Marks the windows to hold in full precision, and those to hold codes of (a window may be both)."""
+
+    full: Bool[Tensor, "B H C"]
+    coded: Bool[Tensor, "B H C"]
+
+
+def share_out(
+    num_windows: Int[Tensor, " B"], free: Int[Tensor, " B"], *, full_bytes: int, coded_bytes: int, quantized: float
+) -> Room:
+    """Divide bytes between the tiers.
+
+    While all windows fit in full precision they stay so. Once they do not, full precision gets what is left when
+    codes of every window are paid for, but at least `1 - quantized` of the bytes; what remains is for codes.
+
+    Args:
+        num_windows: windows that the sequence has read so far.
+        free: bytes for windows, in one layer.
+        full_bytes, coded_bytes: of one window, all KV heads.
+        quantized: share of the bytes that codes get when not all windows can stay (q).
+    """
+    # floats as exact as integers are here, and 1 - 0.7 of 10 is 3
+    least = torch.floor(free.double() * (1 - quantized) / full_bytes + 1e-9).to(free.dtype)
+    filling = torch.div(free - num_windows * coded_bytes, full_bytes, rounding_mode="floor")
+    full = torch.where(num_windows * full_bytes <= free, num_windows, torch.maximum(least, filling))
+    full = torch.minimum(full, num_windows).clamp(min=0)
+    return Room(full, torch.div(free - full * full_bytes, coded_bytes, rounding_mode="floor"))
+
+
+def route(
+    worth: Float[Tensor, "B H C"], starts: Int[Tensor, "B H C"], has_codes: Bool[Tensor, "B H C"], room: Room
+) -> Route:
+    """The windows of greatest worth in full precision, the next as codes; equal worths keep the newest.
+
+    Codes that exist already are kept with the window, also where it is held in full precision: they are what it
+    returns to.
+
+    Args:
+        starts: position at which each window begins, -1 where there is none.
+    """
+    exists = starts != EMPTY
+    order = by_worth(worth, starts, torch.zeros_like(exists))
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
+    full = exists & (rank < room.full[:, None, None])
+    wanted = (exists & (has_codes | ~full)).gather(-1, order)
+    within = wanted & (wanted.cumsum(-1) <= room.coded[:, None, None])
+    return Route(full, torch.zeros_like(within).scatter_(-1, order, within))

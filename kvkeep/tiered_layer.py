@@ -1,0 +1,377 @@
+"""One layer whose policy holds windows of tokens as codes before they go.
+
+B sequences, H KV heads, G query heads per KV head, N slots, F windows in slots and W as codes, of w tokens each,
+C = F + W, X queries of a KV head, T new tokens, D head size.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .attention import CodedAttention, Part, read_coded
+from .layer import KVLayer
+from .policies import Observation, Tiers
+from .routing import Room, Route, route, share_out
+from .slots import EMPTY, Slots
+from .windows import Codec, TieredSlots, guarded_codec, key_bits
+
+
+class _InSlots(NamedTuple):
+    """Windows whose tokens lie in slots: the slot of each token, and the position of each window's first, or -1."""
+
+    slot: Int[Tensor, "B H F w"]
+    starts: Int[Tensor, "B H F"]
+
+
+class _Candidates(NamedTuple):
+    """All windows that compete: those in slots, then those held as codes alone; the rest of `starts` is -1.
+
+    `place` says for each window with codes where among the candidates it stands.
+    """
+
+    worth: Float[Tensor, "B H C"]
+    starts: Int[Tensor, "B H C"]
+    has_codes: Bool[Tensor, "B H C"]
+    place: Int[Tensor, "B H W"]
+
+
+class TieredLayer(KVLayer):
+    """Slots for sinks, the best windows and the recent tokens; codes for the next best windows.
+
+    Windows are `w` neighbouring tokens, counted from behind the sinks. They compete anew whenever slots hold a window
+    more than they may, which is once in w tokens.
+    """
+
+    storage = TieredSlots
+
+    def _clear(self) -> None:
+        super()._clear()
+        # tokens seen before which no window can be due
+        self._due_from = 0
+        self._codec: Codec | None = None
+
+    # reading
+
+    def beyond(self, scale: float) -> Callable[[Float[Tensor, "B H X D"]], Part] | None:
+        coded = self._tiered.readable
+        if coded is None:
+            return None
+        codec = self._known_codec
+        return lambda queries: read_coded(queries, coded, codec, scale).part
+
+    def _attend_coded(self, queries: Tensor, query_positions: Tensor, scale: float) -> CodedAttention | None:
+        coded = self._tiered.readable
+        return None if coded is None else CodedAttention(queries, query_positions, coded, self._known_codec, scale)
+
+    def read(
+        self, queries: Float[Tensor, "B HG T D"], seen: Observation, scale: float, *, stock: bool = True
+    ) -> Float[Tensor, "B HG T Dv"]:
+        if seen.coded is None:
+            return super().read(queries, seen, scale, stock=stock)
+        return seen.coded.with_slots(queries, seen.slots.keys, seen.slots.values, seen.slots.positions)
+
+    def settle(self, seen: Observation) -> None:
+        if seen.coded is not None and not seen.ahead:
+            coded = self._tiered.readable
+            assert coded is not None
+            coded.side("worth").copy_(self.plan.policy.revise(coded.side("worth"), seen))
+        super().settle(seen)
+
+    # what changes the rows or what is held
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._due_from = 0
+
+    def _restore(self, undo: list) -> None:
+        super()._restore(undo)
+        self._due_from = 0
+
+    @property
+    def num_coded(self) -> float:
+        coded = None if self.slots is None else self._tiered.readable
+        if coded is None:
+            return 0.0
+        read = coded.occupied & ~coded.side("dormant")
+        return float(read.sum(-1).float().mean()) * self._tiers.window
+
+    # routing
+
+    def _evict_surplus(self, seen: Observation) -> None:
+        if self.seen < self._due_from:
+            return
+        held = self._windows_in_slots()
+        if held is None:
+            return
+        codec = self._codec_for(held, seen)
+        room = self._room_for_windows(codec)
+        due = (held.starts != EMPTY).sum(-1).amax(1) > room.full
+        if self._tiered.coded is not None:
+            # a growing budget may have turned room for codes into room for slots
+            due = due | (self._tiered.coded.occupied.sum(-1).amax(1) > room.coded)
+        if bool(due.any()):
+            self._fresh = 0
+            choice = self._candidates(held, self._score(seen))
+            self._move(held, choice, _of_due(due, held, choice, room), codec, room)
+        # the tail of the row that has the longest one reaches a whole window first
+        tail = int((self._tail() - self.plan.budget.recent).amax())
+        self._due_from = self.seen + self._tiers.window - tail
+
+    def _candidates(self, held: _InSlots, score: Float[Tensor, "B H N"]) -> _Candidates:
+        """The windows that compete, with what each is worth."""
+        largest, size = torch.finfo(score.dtype).max, held.slot.shape[-1]
+        tokens = score.clamp(-largest, largest).gather(2, held.slot.flatten(2)).unflatten(2, held.slot.shape[2:])
+        worth = (tokens / size).sum(-1)
+        coded = self._tiered.coded
+        starts, has_codes = held.starts, torch.zeros_like(held.starts, dtype=torch.bool)
+        place = held.starts.new_zeros(*starts.shape[:2], 0, dtype=torch.long)
+        if coded is not None:
+            found, has_codes = _find(coded.positions, held.starts)
+            F, W = starts.shape[2], coded.length
+            order = torch.arange(F + W, device=starts.device).expand(*starts.shape[:2], -1)
+            # windows without codes of their own write behind the end
+            place = torch.cat([order[..., F:], order[..., :1]], -1).scatter(
+                2, torch.where(has_codes, found, W), order[..., :F]
+            )[..., :W]
+            dormant = place < F
+            starts = torch.cat([starts, coded.positions.masked_fill(dormant, EMPTY)], -1)
+            worth = torch.cat([worth, coded.side("worth")], -1)
+            has_codes = torch.cat([has_codes, ~dormant], -1)
+        if self._tiers.share_heads:
+            worth = (worth / worth.shape[1]).sum(1, keepdim=True).expand_as(worth)
+        return _Candidates(worth, starts, has_codes, place)
+
+    def _move(self, held: _InSlots, choice: _Candidates, route: Route, codec: Codec, room: Room) -> None:
+        """Code what falls, rebuild what rises, drop the rest."""
+        F = held.starts.shape[2]
+        slots = self._tiered
+        fresh = route.coded[..., :F] & ~choice.has_codes[..., :F]
+        new = self._encoded(held, fresh, choice.worth, codec)
+        risen = self._decoded(route.full[..., F:], codec)
+        if slots.coded is not None:
+            slots.coded.side("dormant").copy_(route.full.gather(2, choice.place))
+            slots.coded.side("worth").copy_(choice.worth.gather(2, choice.place))
+        stays = route.coded.gather(2, choice.place)
+        if new is not None:
+            stays = torch.cat([stays, new.positions != EMPTY], -1)
+            slots.coded = _joined(slots.coded, new)
+        if slots.coded is not None:
+            slots.coded.keep(*_in_order(slots.coded.positions, stays))
+        tokens = self._kept_tokens(held, route.full[..., :F])
+        if risen is not None:
+            slots.extend(risen)
+            tokens = torch.cat([tokens, risen.occupied], -1)
+        index, blank = _in_order(slots.positions, tokens)
+        self.has_empty = self.has_empty or blank is not None
+        slots.keep(index, blank, room=self._room_behind(room, index.shape[-1]))
+
+    def _encoded(
+        self, held: _InSlots, fresh: Bool[Tensor, "B H F"], worth: Float[Tensor, "B H C"], codec: Codec
+    ) -> Slots | None:
+        """Codes of the windows in slots that have none yet."""
+        chosen = _marked(fresh)
+        if chosen is None:
+            return None
+        index = held.slot.gather(2, chosen[..., None].expand(*chosen.shape, held.slot.shape[-1]))
+        starts = held.starts.gather(2, chosen).masked_fill(~fresh.gather(2, chosen), EMPTY)
+        keys, values = self._tokens(index)
+        return codec.encode(keys, values, starts, worth.gather(2, chosen))
+
+    def _decoded(self, risen: Bool[Tensor, "B H W"], codec: Codec) -> Slots | None:
+        """Tokens in full precision of windows that were held as codes alone."""
+        chosen = _marked(risen)
+        if chosen is None:
+            return None
+        slots = self._tiered
+        assert slots.coded is not None
+        coded = slots.coded.taken(chosen, ~risen.gather(2, chosen))
+        dtype = slots.keys.dtype
+        worth = coded.side("worth").repeat_interleave(codec.window, -1)
+        return Slots(
+            codec.keys(coded).flatten(2, 3).to(dtype),
+            codec.values(coded).flatten(2, 3).to(dtype),
+            codec.positions(coded.positions).flatten(2),
+            dict.fromkeys(slots.side_names, worth),
+        )
+
+    def _tokens(self, index: Int[Tensor, "B H F w"]) -> tuple[Float[Tensor, "B H F w D"], Float[Tensor, "B H F w Dv"]]:
+        rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
+        place = (rows[:, None, None, None], heads[:, None, None], index)
+        return self._slots.keys[place], self._slots.values[place]
+
+    def _kept_tokens(self, held: _InSlots, full: Bool[Tensor, "B H F"]) -> Bool[Tensor, "B H N"]:
+        """Marks slots of sinks, recent tokens, and windows in full precision."""
+        positions = self._slots.positions
+        tail = (self._lengths - self._tail())[:, None, None]
+        kept = (positions != EMPTY) & ((positions < self.plan.budget.sinks) | (positions >= tail))
+        # what is no window writes behind the end
+        whole = (held.starts != EMPTY)[..., None].expand_as(held.slot)
+        index = torch.where(whole, held.slot, positions.shape[-1]).flatten(2)
+        marked = torch.cat([kept, kept[..., :1]], -1)
+        return marked.scatter(2, index, full[..., None].expand_as(held.slot).flatten(2))[..., :-1]
+
+    # how much
+
+    @property
+    def _tiered(self) -> TieredSlots:
+        assert isinstance(self.slots, TieredSlots)
+        return self.slots
+
+    @property
+    def _tiers(self) -> Tiers:
+        tiers = self.plan.policy.tiers
+        assert tiers is not None
+        return tiers
+
+    @property
+    def _lengths(self) -> Int[Tensor, " B"]:
+        assert self.lengths is not None
+        return self.lengths
+
+    def _num_windows(self) -> Int[Tensor, " B"]:
+        """Windows that are whole and not recent."""
+        budget = self.plan.budget
+        behind = (self._lengths - budget.sinks - budget.recent).clamp(min=0)
+        return torch.div(behind, self._tiers.window, rounding_mode="floor")
+
+    def _tail(self) -> Int[Tensor, " B"]:
+        """Tokens behind the last such window: recent ones, and those that wait for the others of their window."""
+        return (self._lengths - self.plan.budget.sinks - self._num_windows() * self._tiers.window).clamp(min=0)
+
+    def _room_for_windows(self, codec: Codec) -> Room:
+        """What the budget's bytes hold: as many as its slots would take without tiers."""
+        slot_bytes = self._slot_bytes
+        limit, rows = self.limit
+        budget = self.plan.budget
+        slots = torch.full_like(self._lengths, limit, dtype=torch.long) if rows is None else rows.long()
+        # the slot more is the one that takes the next token where nothing is coded
+        free = (slots + 1 - budget.sinks - budget.recent - codec.window) * slot_bytes
+        windows = self._num_windows().long()
+        if budget.bytes is not None:
+            # sequences share the bytes, so they divide them in the same way
+            windows = windows.amax().expand_as(windows)
+        return share_out(
+            windows,
+            free,
+            full_bytes=codec.window * slot_bytes,
+            coded_bytes=self._slots.positions.shape[1] * codec.slot_bytes,
+            quantized=self._tiers.quantized,
+        )
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Bytes of one slot of all KV heads."""
+        assert self._costs is not None
+        keys, values = self._slots.keys, self._slots.values
+        element = keys.element_size()
+        spared = element - min(element, self._tiers.element_bytes or element)
+        return self._costs.slot - spared * keys.shape[1] * (keys.shape[3] + values.shape[3])
+
+    def _room_behind(self, room: Room, length: int) -> int:
+        """Slots to allocate for the tokens that come before windows compete again."""
+        budget, size = self.plan.budget, self._tiers.window
+        most = budget.sinks + budget.recent + size + int(room.full.amax()) * size
+        return max(0, most - length)
+
+    def _room(self, num_new: int) -> int:
+        if self._answer is not None:
+            return super()._room(num_new)
+        if self.slots is None or self.slots.length + num_new <= self.slots.capacity:
+            return 0
+        codec = self._plain_codec if self._tiered.coded is None else self._known_codec
+        return self._room_behind(self._room_for_windows(codec), self._slots.length + num_new)
+
+    def _over_budget(self, by: int = 1) -> Bool[Tensor, "B 1"]:
+        room = self._room_for_windows(self._plain_codec)
+        return ((self._num_windows() - room.full) * self._tiers.window >= by)[:, None]
+
+    @property
+    def _plain_codec(self) -> Codec:
+        slots, tiers = self._slots, self._tiers
+        assert self.plan.table is not None
+        sizes = (slots.keys.shape[-1], slots.values.shape[-1])
+        return Codec(self.plan.table, tiers.window, tiers.bits, tiers.bits, *sizes, shared=tiers.share_heads)
+
+    @property
+    def _known_codec(self) -> Codec:
+        """The codec that the codes held were made with."""
+        coded = self._tiered.coded
+        assert coded is not None
+        if self._codec is None:
+            plain = self._plain_codec
+            self._codec = plain._replace(key_bits=key_bits(coded, plain.key_size))
+        return self._codec
+
+    def _codec_for(self, held: _InSlots, seen: Observation) -> Codec:
+        """The codec of this layer, chosen when the first windows must be coded."""
+        if self._tiered.coded is not None:
+            return self._known_codec
+        self._codec = None
+        plain = self._plain_codec
+        if seen.queries is None or seen.scale is None or not bool(self._over_budget().any()):
+            return plain
+        keys, _ = self._tokens(held.slot)
+        queries = seen.queries[:, :, -_GUARD_QUERIES:]
+        return guarded_codec(plain, keys, held.starts, queries, seen.scale, self._tiers.guard)
+
+    def _windows_in_slots(self) -> _InSlots | None:
+        """The windows in slots, oldest first; None where there is none."""
+        positions, size, sinks = self._slots.positions, self._tiers.window, self.plan.budget.sinks
+        length, tail = positions.shape[-1], self._tail()
+        most = (length - int(tail.amin())) // size
+        if most <= 0:
+            return None
+        # in order of position, what is empty first and the tail last
+        order = positions.argsort(dim=-1, stable=True)
+        place = (length - tail)[:, None] + torch.arange(-most * size, 0, device=tail.device)
+        index = order.gather(2, place.clamp(min=0)[:, None].expand(-1, positions.shape[1], -1))
+        at = positions.gather(2, index).masked_fill((place < 0)[:, None], EMPTY).unflatten(2, (most, size))
+        starts = at[..., 0].masked_fill(at[..., 0] < sinks, EMPTY)
+        return _InSlots(index.unflatten(2, (most, size)), starts)
+
+
+# newest queries by which the error of coded keys is judged
+_GUARD_QUERIES = 16
+
+
+def _of_due(due: Bool[Tensor, " B"], held: _InSlots, choice: _Candidates, room: Room) -> Route:
+    """Where the windows go in sequences that are due; in the others they stay where they are."""
+    new = route(choice.worth, choice.starts, choice.has_codes, room)
+    in_slots = torch.zeros_like(choice.has_codes)
+    in_slots[..., : held.starts.shape[2]] = held.starts != EMPTY
+    rows = due[:, None, None]
+    coded = choice.has_codes & (choice.starts != EMPTY)
+    return Route(torch.where(rows, new.full, in_slots), torch.where(rows, new.coded, coded))
+
+
+def _find(sorted_positions: Tensor, wanted: Tensor) -> tuple[Int[Tensor, "B H F"], Bool[Tensor, "B H F"]]:
+    """Where positions stand among others in order, and whether they are there."""
+    if sorted_positions.shape[-1] == 0:
+        return torch.zeros_like(wanted, dtype=torch.long), torch.zeros_like(wanted, dtype=torch.bool)
+    found = torch.searchsorted(sorted_positions.contiguous(), wanted).clamp(max=sorted_positions.shape[-1] - 1)
+    return found, (sorted_positions.gather(2, found) == wanted) & (wanted != EMPTY)
+
+
+def _marked(marks: Bool[Tensor, "B H C"]) -> Int[Tensor, "B H M"] | None:
+    """Indices of the marked ones, as many as the head with most has; heads with fewer get others behind theirs."""
+    most = int(marks.sum(-1).amax()) if marks.numel() else 0
+    return marks.int().argsort(dim=-1, descending=True, stable=True)[..., :most] if most else None
+
+
+def _in_order(positions: Int[Tensor, "B H N"], kept: Bool[Tensor, "B H N"]) -> tuple[Tensor, Tensor | None]:
+    """Indices of what is kept in order of position, and marks of empty ones before them where a head keeps fewer."""
+    at = torch.where(kept & (positions != EMPTY), positions, EMPTY)
+    most = int((at != EMPTY).sum(-1).amax())
+    index = at.argsort(dim=-1, stable=True)[..., at.shape[-1] - most :]
+    blank = at.gather(2, index) == EMPTY
+    return index, blank if bool(blank.any()) else None
+
+
+def _joined(coded: Slots | None, new: Slots) -> Slots:
+    if coded is None:
+        return new
+    coded.extend(new)
+    return coded
