@@ -54,6 +54,7 @@ WITH_TRANSFORMERS = {
     "models",
     "model",
     "recorder",
+    "distill",
     "evaluate",
     "tracing",
     "demo",
