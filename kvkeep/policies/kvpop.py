@@ -61,7 +61,8 @@ class KVpop(LearnedPolicy):
     @property
     def shape(self) -> ScorerShape:
         """Of the scorers; `shape.window` tokens are always kept."""
-        return ScorerShape(**self.file.architecture)
+        scorers: Scorers = self.trained.on(torch.device("cpu"))
+        return scorers.shape
 
     def streams(self, num_heads: int, group: int, head_size: int) -> dict[str, tuple[int, ...]]:
         if not self.shape.reads_memory:
