@@ -134,7 +134,7 @@ def test_texts_that_leave_nothing_to_drop_are_refused(tiny, tmp_path):
 
 def test_the_command_trains_model_and_scorers(tmp_path):
     model, words = save_tiny(tmp_path / "model"), tmp_path / "words.txt"
-    words.write_text("The keeper counts ships and writes their names into a book. " * 400)
+    words.write_text(" ".join(f"On day {day} the keeper counts {day * 7 % 30} ships." for day in range(900)))
     sizes = ["--window", 6, "--sinks", 2, "--shares", "0.5", "--hidden", 8, "--memory", 4, "--length", 100]
     recipe = ["--steps", 2, "--every", 2, "--warmup", 1, "--prompts", 3, "--out", tmp_path / "out", "--json"]
     arguments = ["train", "kvpop", "--train", "all", "-m", model, "--data", f"text:{words}", *sizes, *recipe]
@@ -144,4 +144,4 @@ def test_the_command_trains_model_and_scorers(tmp_path):
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
     for wrong in (["--train", "all"], ["--train", "some"], []):
         refused = CliRunner().invoke(app, ["train", "kvpop", "--out", str(tmp_path / "none"), *wrong])
-        assert isinstance(refused.exception, ValueError)
+        assert refused.exit_code == 2 and "--train" in refused.output
