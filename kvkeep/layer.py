@@ -491,6 +491,7 @@ class KVLayer(AttendingLayer):
     def holdings(self) -> dict[str, Int[Tensor, "B H _"]]:
         """Positions of the tokens held, by tier, -1 where there is none: here all of them in full precision."""
         return {} if self.slots is None else {"full": self.slots.positions}
+
     @property
     def num_coded(self) -> float:
         """Tokens that are held as codes alone: mean over KV heads and sequences."""

@@ -6,8 +6,6 @@ import pytest
 
 from kvkeep.cli.console import names
 from kvkeep.evaluate.run import Arm, arms_of
-from kvkeep.policies import LoreKV, SnapKV, make_policy, parse, spelled
-from kvkeep.evaluate.run import Arm, _arms
 from kvkeep.policies import LoreKV, Tiered, make_policy, parse, saved_policy, spelled
 from kvkeep.policies.baselines import SnapKV
 

@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..attention import AttentionMass
-from ..budget import Budget
 from ..attention import AttentionMass, CodedAttention
+from ..budget import Budget
 from ..rotation import Rotary
 from ..slots import Slots
 from .deletion import Projection
@@ -194,6 +193,7 @@ class Policy(ABC):
             budget: sinks and recent tokens that are always kept.
         """
         return None
+
     def revise(self, worth: Float[Tensor, "B H W"], seen: Observation) -> Float[Tensor, "B H W"]:
         """What windows held as codes are worth after a forward (`seen.coded`): the mean of what their tokens would be.
 
