@@ -41,3 +41,16 @@ def num_kv_heads(config: Any) -> int:
 
 def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotation_frequencies(fingerprint: Mapping[str, Any]) -> list[float]:
+    """Radians by which the model's rotation turns each pair of dimensions of a key a position, halves paired.
+
+    Raises:
+        ValueError: for a rotation that is scaled or has several kinds of layers, which the fingerprint does not tell.
+    """
+    rotation = fingerprint.get("rotation", {})
+    if rotation.get("rope_type", "default") != "default" or "rope_theta" not in rotation:
+        raise ValueError(f"how this model turns its keys is not known here ({rotation}); read them as they are cached")
+    turned = int(fingerprint["head size"] * rotation.get("partial_rotary_factor", 1.0))
+    return [rotation["rope_theta"] ** (-place / turned) for place in range(0, turned, 2)]

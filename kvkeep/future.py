@@ -19,10 +19,20 @@ _TILE_KEYS = 2**14
 
 
 class Importance(NamedTuple):
-    """Attention of later queries summed for each key; of a group's query heads the largest or the mean a query."""
+    """Attention of later queries summed for each key.
+
+    Attributes:
+        max: of a group's query heads the largest for each query.
+        heads: of each query head of the group.
+    """
 
     max: Float[Tensor, "B H S"]
-    mean: Float[Tensor, "B H S"]
+    heads: Float[Tensor, "B H G S"]
+
+    @property
+    def mean(self) -> Float[Tensor, "B H S"]:
+        """Of a group's query heads the mean for each query."""
+        return self.heads.mean(2)
 
 
 class _Window(NamedTuple):
@@ -69,10 +79,54 @@ def future_importance(
     window = _checked(at, keys.shape[2], delay, horizon)
     B, HG = queries.shape[:2]
     H, S = keys.shape[1:3]
-    total = Importance(*(keys.new_zeros(B, H, S, dtype=torch.float32) for _ in range(2)))
-    for tile in _tiles(queries.unflatten(1, (H, -1)), at, scale, max(1, _TILE_LOGITS // (B * HG * min(S, _TILE_KEYS)))):
+    total = Importance(*(keys.new_zeros(B, H, *each, S, dtype=torch.float32) for each in ((), (HG // H,))))
+    for tile in _tiles(queries, at, scale, keys):
         _add(total, tile, keys, window)
     return total
+
+
+def log_importance(
+    queries: Float[Tensor, "B HG T D"],
+    keys: Float[Tensor, "B H S D"],
+    query_positions: Int[Tensor, "B T"] | int,
+    scale: float,
+    normaliser: Float[Tensor, "B HG T"],
+    *,
+    delay: int = 0,
+) -> Float[Tensor, "B H G S"]:
+    """Log of the sum over queries of exp(logit - normaliser), for each key and query head; -inf where none counts.
+
+    With the log-sum-exp of a query's own causal logits as its normaliser this is the log of
+    `future_importance(...).heads`. A query that was allowed fewer keys has a smaller one, and terms of keys it did not
+    see may be of any size: sums are carried as logarithms.
+
+    Args:
+        queries, keys, query_positions, scale, delay: as for `future_importance`.
+        normaliser: log-sum-exp of each query over what it saw.
+
+    Raises:
+        ValueError: as `future_importance`.
+    """
+    at = _positions(queries, query_positions)
+    window = _checked(at, keys.shape[2], delay, None)
+    B, HG = queries.shape[:2]
+    H, S = keys.shape[1:3]
+    total = keys.new_full((B, H, HG // H, S), -torch.inf, dtype=torch.float32)
+    size = _tile_size(queries, keys)
+    pieces = normaliser.float().unflatten(1, (H, -1)).split(size, dim=3)
+    for tile, less in zip(_tiles(queries, at, scale, keys, padding=True), pieces, strict=True):
+        for start in range(0, tile.last + 1 - delay, _TILE_KEYS):
+            logits = _grouped(_logits(tile, keys, start, tile.last + 1), tile) - less[..., None]
+            stop = start + logits.shape[-1]
+            uncounted = (_between(tile, start, stop) < window.delay) | (tile.at < 0)[:, None, None, :, None]
+            part = logits.masked_fill_(uncounted, -torch.inf).logsumexp(3)
+            total[..., start:stop] = torch.logaddexp(total[..., start:stop], part)
+    return total
+
+
+def _tile_size(queries: Tensor, keys: Tensor) -> int:
+    B, HG = queries.shape[:2]
+    return max(1, _TILE_LOGITS // (B * HG * min(max(1, keys.shape[2]), _TILE_KEYS)))
 
 
 def _positions(queries: Tensor, query_positions: Tensor | int) -> Tensor:
@@ -91,14 +145,17 @@ def _checked(at: Tensor, num_keys: int, delay: int, horizon: int | None) -> _Win
     return _Window(delay, num_keys if horizon is None else horizon)
 
 
-def _tiles(grouped: Float[Tensor, "B H G T D"], at: Tensor, scale: float, size: int) -> Iterator[_Tile]:
-    """Tiles of `size` queries, without those that are padding alone."""
-    B, H, _, _, D = grouped.shape
+def _tiles(queries: Tensor, at: Tensor, scale: float, keys: Tensor, *, padding: bool = False) -> Iterator[_Tile]:
+    """Tiles of queries; those that are padding alone, which see no key, only if asked for."""
+    B, H, _, D = keys.shape
+    size = _tile_size(queries, keys)
+    grouped = queries.unflatten(1, (H, -1))
     for rows, places in zip(grouped.split(size, dim=3), at.split(size, dim=1), strict=True):
         held = places[places >= 0]
-        if held.numel():
+        if held.numel() or padding:
             packed = (rows.float() * scale).reshape(B, H, -1, D)
-            yield _Tile(packed, places, int(held.min()), int(held.max()), held.numel() < places.numel())
+            first, last = (int(held.min()), int(held.max())) if held.numel() else (-1, -1)
+            yield _Tile(packed, places, first, last, held.numel() < places.numel())
 
 
 def _add(total: Importance, tile: _Tile, keys: Tensor, window: _Window) -> None:
@@ -142,7 +199,7 @@ def _count(total: Importance, tile: _Tile, weights: Tensor, start: int, window: 
     if early > start:
         grouped[..., : early - start].masked_fill_(_between(tile, start, early) >= window.horizon, 0)
     total.max[..., start:stop] += grouped.amax(2).sum(2)
-    total.mean[..., start:stop] += weights.sum(2) / grouped.shape[2]
+    total.heads[..., start:stop] += grouped.sum(3)
 
 
 def _between(tile: _Tile, start: int, stop: int) -> Int[Tensor, "B 1 1 t s"]:

@@ -520,7 +520,8 @@ class KVLayer(AttendingLayer):
             if self.slots.holes is not None:
                 self._close_hole()
             self.slots.append(keys, values, positions, room=self._room(T))
-        self._fresh += T
+        # a token in a hole is not the last slot, which is what is taken back
+        self._fresh = 0 if self._new is not None else self._fresh + T
         return query_positions
 
     def _first(self, keys: Tensor, values: Tensor, positions: Tensor) -> Slots:
@@ -576,8 +577,10 @@ class KVLayer(AttendingLayer):
 
     def _take_back(self, remove: int) -> None:
         assert self.lengths is not None
-        slots = self._slots
+        slots, self._new = self._slots, None
         dropped = slots.positions[:, 0, slots.length - remove :]
+        if not self.plan.budget.unlimited:
+            self.plan.policy.forget(self._observe(None, dropped, remove, None))
         self.lengths = self.lengths - (dropped != EMPTY).sum(-1).to(self.lengths.dtype)
         slots.truncate(slots.length - remove)
         self.seen -= remove

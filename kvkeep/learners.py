@@ -1,4 +1,4 @@
-"""What the training loop can train: the agents of KVP.
+"""What the training loop trains: the agents of KVP, and the part that all learners have in common.
 
 A agents, n ranked tokens of a prompt, D head size.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
 from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile
-from .policies.kvp import policy_file
+from .policies.kvp import agents_file
 from .team import Team
 from .trace import AGGREGATIONS, Trace, TraceIndex
 from .train import Learner, Progress, Recipe, train
@@ -24,7 +24,7 @@ from .training_data import Data
 OBJECTIVES = ("exact", "sampled")
 
 # prompts that say what keys and values are typically like
-_NUM_CALIBRATION = 4
+NUM_CALIBRATION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class KVPLearner(Learner):
     ):
         first = prompts[0]
         self.index, self.settings, self.device = index, settings, torch.device(device)
-        self.names = [f"layer {layer}, head {head}" for layer in index.layers for head in index.heads]
+        self.names = agent_names(index)
         shape = AgentShape(
             num_agents=len(self.names),
             key_size=first.keys.shape[-1],
@@ -113,7 +113,7 @@ class KVPLearner(Learner):
             recent=settings.recent,
         )
         self.network: Agents = make_agents(shape, seed).to(self.device)
-        samples = [self.example(prompts[place]) for place in range(min(len(prompts), _NUM_CALIBRATION))]
+        samples = [self.example(prompts[place]) for place in range(min(len(prompts), NUM_CALIBRATION))]
         self.network.calibrate([sample[:4] for sample in samples])
 
     def example(self, trace: Trace) -> Example:
@@ -151,7 +151,7 @@ class KVPLearner(Learner):
 
     def policy(self, network: nn.Module, training: dict[str, Any]) -> PolicyFile:
         assert isinstance(network, Agents)
-        return policy_file(network, self.index.fingerprint, self.index.layers, training)
+        return agents_file(network, self.index.fingerprint, self.index.layers, training)
 
     def identity(self) -> dict[str, Any]:
         return {**asdict(self.settings), **asdict(self.network.shape), "model": self.index.fingerprint}
@@ -189,11 +189,38 @@ def train_kvp(
         seed=recipe.seed,
         device=team.device,
     )
-    manifest = {
+    return train_on(data, learner, asdict(settings), recipe, out, made_by=made_by, team=team, **on)
+
+
+def train_on(
+    data: Data,
+    learner: Learner,
+    objective: dict[str, Any],
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    made_by: dict[str, Any] | None,
+    team: Team,
+    **on: Any,
+) -> Progress:
+    """Train a learner on data, with a manifest that says on what, to what end and how."""
+    manifest = training_manifest(made_by, data.summary(), objective, recipe, team)
+    return train(learner, data.prompts, data.validation, recipe, out, manifest=manifest, team=team, **on)
+
+
+def training_manifest(
+    made_by: dict[str, Any] | None, data: dict[str, Any], objective: dict[str, Any], recipe: Recipe, team: Team
+) -> dict[str, Any]:
+    """What a policy's file says of its training, beside what was reached."""
+    return {
         **(made_by or {}),
-        "data": data.summary(),
-        "objective": asdict(settings),
+        "data": data,
+        "objective": objective,
         "recipe": asdict(recipe),
         "processes": team.size,
     }
-    return train(learner, data.prompts, data.validation, recipe, out, manifest=manifest, team=team, **on)
+
+
+def agent_names(index: TraceIndex) -> list[str]:
+    """What each KV head of each layer is called in messages."""
+    return [f"layer {layer}, head {head}" for layer in index.layers for head in index.heads]

@@ -1,17 +1,22 @@
 """What a ranking costs, and two ways to learn one: a policy gradient over sampled rankings, and its exact mean.
 
-A agents (one per KV head of each layer), n ranked tokens, K sampled rankings, m tokens compared with.
+And what a running top-k costs that keeps and drops others than it should, one pair of tokens at a time.
+
+A agents (one per KV head of each layer), n ranked tokens, K sampled rankings, m tokens compared with or in a pool, P
+pairs.
 
 Each agent scores its tokens. Plackett-Luce turns scores into a random ranking: the next place goes to token i with
 probability proportional to exp(score_i) among those still without a place. Source: arXiv 2602.10238; the exact twin
 is ours.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import softplus
 
 # rewards below are as bad as this one (released code of the paper)
 WORST_REWARD = -200.0
@@ -148,6 +153,53 @@ def _pair_cost(scores: Tensor, importance: Tensor, others: Tensor) -> tuple[Tens
     cost = (ahead.sum(-1) * importance).sum(-1)
     weighted = ahead.addcmul_(ahead, ahead, value=-1).mul_(importance[..., None])
     return cost, (-weighted.sum(-1)).index_add_(1, others, weighted.sum(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """How much each pair at the cutoff counts (arXiv 2607.05061; what the paper does not say is ours).
+
+    Attributes:
+        temperature: nats of score by which a decision softens.
+        least_weight: of a pair that hardly matters; one that matters much weighs 1.
+        margin: nats of target between two tokens that begin to matter.
+        balance: largest factor by which the rarer of keeping and dropping counts more, and least inverse.
+    """
+
+    temperature: float = 1.0
+    least_weight: float = 0.1
+    margin: float = 1.0
+    balance: float = 4.0
+
+    def __post_init__(self) -> None:
+        if min(self.temperature, self.margin) <= 0 or not 0 <= self.least_weight <= 1 or self.balance < 1:
+            raise ValueError(f"temperature and margin are above 0, least_weight in [0, 1], balance from 1: {self}")
+
+
+def boundary_loss(
+    priority: Float[Tensor, "A m"],
+    worth: Float[Tensor, "A m"],
+    kept: Bool[Tensor, "A P"],
+    newcomer: Int[Tensor, "A P"],
+    boundary: Int[Tensor, "A P"],
+    pairs: Pairs,
+) -> Float[Tensor, " A"]:
+    """Mean over pairs of softplus(-y (priority of the newcomer - that of the boundary) / temperature), weighted.
+
+    Args:
+        priority: static priorities as they are learned; their differences are those of effective scores at any time.
+        worth: the target that the teacher ranks by.
+        kept: whether the teacher keeps the newcomer (y = 1), or not (y = -1).
+        newcomer, boundary: places of the tokens of each pair.
+    """
+    sign = torch.where(kept, 1.0, -1.0)
+    ahead = sign * (priority.gather(1, newcomer) - priority.gather(1, boundary))
+    gap = (sign * (worth.gather(1, newcomer) - worth.gather(1, boundary))).clamp(min=0)
+    share = kept.float().mean(1, keepdim=True)
+    balance = 0.5 / torch.where(kept, share, 1 - share)
+    weight = pairs.least_weight + (1 - pairs.least_weight) * (gap / pairs.margin).sigmoid()
+    weight = weight * balance.clamp(1 / pairs.balance, pairs.balance)
+    return (weight * softplus(-ahead / pairs.temperature)).sum(1) / weight.sum(1)
 
 
 def _at_least(cost: Tensor, least: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from .group import CacheGroup
 from .layer import AttendingLayer, KVLayer
 from .model import attach, next_logits
 from .policies import make_policy, spelled
+from .target import mean_later
 from .trace import Trace
 
 # with so small a budget a policy looks at everything, and keeps no copy of the prompt's keys and values
@@ -87,9 +88,10 @@ class Recorder:
         temperature: of what the model adds to a future; 0 takes the likeliest token.
         seed: of sampling. A prompt's futures are the same in whatever order prompts are recorded.
         ends: tokens that end what the model adds; they are no part of a future that has others.
+        delay: record also the attention that tokens get from those of the prompt at least so far behind them.
 
     Raises:
-        ValueError: for layers and heads that the model does not have, and a policy that needs a future.
+        ValueError: for layers and heads that the model does not have, a policy that needs a future, a delay below 1.
     """
 
     def __init__(
@@ -102,9 +104,12 @@ class Recorder:
         temperature: float = 0.0,
         seed: int = 0,
         ends: Collection[int] = (),
+        delay: int | None = None,
     ):
+        if delay is not None and delay < 1:
+            raise ValueError(f"delay must be at least 1, got {delay}; leave it out to record no later attention")
         managed = KVCache(model).managed
-        self.model, self.ends = model, ends
+        self.model, self.ends, self.delay = model, ends, delay
         # equal policies have one name
         self.policies = list(dict.fromkeys(spelled(name) for name in policies))
         self.layers = _chosen("layer", layers, [layer.index for layer in managed])
@@ -125,7 +130,7 @@ class Recorder:
         """
         cache = KVCache(self.model)
         with attach(self.model):
-            logits, worths = self._read(item, cache)
+            logits, worths, later = self._read(item, cache)
             futures = [self._follow(item, number, cache, logits) for number in range(len(item.branches))]
         slots = [layer.slots for layer in cache.managed if layer.index in self.layers and layer.slots is not None]
         longest = max(branch.longest for branch in item.branches)
@@ -140,18 +145,22 @@ class Recorder:
             importance_max=torch.stack([future.importance.max for future in futures]),
             importance_mean=torch.stack([future.importance.mean for future in futures]),
             worths=worths,
+            later=later,
         )
 
-    def _read(self, item: Item, cache: KVCache) -> tuple[Float[Tensor, "1 V"], dict[str, Tensor]]:
-        """Read the prompt into `cache`: the logits behind it, and what each policy says of it."""
+    def _read(self, item: Item, cache: KVCache) -> tuple[Float[Tensor, "1 V"], dict[str, Tensor], Tensor | None]:
+        """Read the prompt into `cache`: the logits behind it, what each policy says of it, and the later attention."""
         onlookers = {name: KVCache(self.model, policy=name, budget=_ONLOOKER) for name in self.policies}
         for onlooker in onlookers.values():
             onlooker.plan.holding = True
-        logits = self._forward(item.token_ids, CacheGroup([cache, *onlookers.values()]))
-        return logits, {
+        group: Cache = CacheGroup([cache, *onlookers.values()])
+        meter = _Meter(group, self.delay) if self.delay else None
+        logits = self._forward(item.token_ids, meter or group)
+        worths = {
             name: self._stacked(layer.worth() for layer in onlooker.managed if layer.index in self.layers)
             for name, onlooker in onlookers.items()
         }
+        return logits, worths, self._stacked(meter.later[index] for index in self.layers) if meter else None
 
     def _follow(self, item: Item, number: int, cache: KVCache, logits: Float[Tensor, "1 V"]) -> "_Future":
         """Go on with one future from the end of the prompt, and take it back."""
@@ -230,7 +239,40 @@ class _TapeLayer(AttendingLayer):
         keys = self.layer.slots.keys
         queries = torch.cat(self.queries, dim=2).unflatten(1, (keys.shape[1], -1))[:, heads].flatten(1, 2)
         found = future_importance(queries, keys[:, heads], num_tokens, self.scale)
-        return Importance(*(array[0, :, :num_tokens] for array in found))
+        return Importance(*(array[0, ..., :num_tokens] for array in found))
+
+    def get_seq_length(self) -> int:
+        return self.layer.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.layer.get_mask_sizes(query_length)
+
+
+class _Meter(Cache):
+    """A cache that measures, while a whole prompt is read into another, the attention tokens get from later ones.
+
+    Nothing of the queries is kept: each layer's are met while it attends.
+    """
+
+    def __init__(self, cache: Cache, delay: int):
+        # by layer, `[1, H, G, n]`
+        self.later: dict[int, Tensor] = {}
+        layers = [
+            _MeterLayer(layer, index, delay, self.later) if isinstance(layer, AttendingLayer) else layer
+            for index, layer in enumerate(cache.layers)
+        ]
+        super().__init__(layers=layers)
+
+
+class _MeterLayer(AttendingLayer):
+    def __init__(self, layer: AttendingLayer, index: int, delay: int, later: dict[int, Tensor]):
+        super().__init__()
+        self.layer, self.index, self.delay, self.later = layer, index, delay, later
+        self.is_initialized = True
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
+        self.later[self.index] = mean_later(queries, keys, scale, self.delay)
+        return self.layer.attend(queries, keys, values, valid, scale)
 
     def get_seq_length(self) -> int:
         return self.layer.get_seq_length()

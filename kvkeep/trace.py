@@ -1,6 +1,7 @@
 """Traces: what a model cached for a prompt and how much its future read of it, on disk.
 
-F futures, L layers, H KV heads, n prompt tokens, D head size, f tokens of the longest future.
+F futures, L layers, H KV heads, G query heads per KV head, n prompt tokens, D head size, f tokens of the longest
+future.
 
 A folder holds `index.json`, which says what all its traces share, and `prompts/KEY.safetensors`, one file for each
 prompt, written whole or not at all. See docs/traces.md.
@@ -24,7 +25,7 @@ FORMAT = 1
 AGGREGATIONS = ("max", "mean")
 
 _INDEX = "index.json"
-_WORTH = "worth."
+_WORTH, _LATER = "worth.", "later"
 # more than a file's header takes without worths, and than each worth adds to it
 _HEADER_BYTES, _ENTRY_BYTES = 1536, 160
 
@@ -70,6 +71,8 @@ class Trace:
         importance_max, importance_mean: attention from all tokens of each future, summed; of the query heads of a KV
             head the largest or the mean for each query.
         worths: what policies that read queries say right after the prompt, by name.
+        later: mean attention of each query head from those of the prompt's own tokens that are at least the recording's
+            delay behind (`TraceIndex.settings`); None where it was not recorded.
     """
 
     key: str
@@ -82,6 +85,7 @@ class Trace:
     importance_max: Float32[Tensor, "F L H n"]
     importance_mean: Float32[Tensor, "F L H n"]
     worths: Mapping[str, Float32[Tensor, "L H n"]] = field(default_factory=dict)
+    later: Float32[Tensor, "L H G n"] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -220,6 +224,7 @@ def add_prompts(index: TraceIndex, keys: Iterable[str]) -> TraceIndex:
 def write_trace(folder: Path, trace: Trace) -> None:
     """Write one prompt's file."""
     tensors = {name: getattr(trace, name) for name in _TENSORS}
+    tensors |= {} if trace.later is None else {_LATER: trace.later}
     tensors |= {_WORTH + name: worth for name, worth in trace.worths.items()}
     state = {name: getattr(trace, name) for name in ("key", "source", "split", "num_tokens", "future_lengths")}
     header = {"kvkeep": "trace", "version": str(FORMAT), "state": json.dumps(state)}
@@ -228,19 +233,30 @@ def write_trace(folder: Path, trace: Trace) -> None:
 
 
 def trace_bytes(
-    num_tokens: int, *, layers: int, heads: int, head_size: int, futures: int, longest: int, policies: int
+    num_tokens: int,
+    *,
+    layers: int,
+    heads: int,
+    head_size: int,
+    futures: int,
+    longest: int,
+    policies: int,
+    later: int = 0,
 ) -> int:
     """Bytes of a file with these shapes: its tensors to the byte, and at most so much for its header.
 
     Args:
         longest: tokens of the longest future.
         policies: worths that are recorded.
+        later: query heads of a KV head whose later attention is recorded; 0 for none.
     """
-    of_slots = layers * heads * num_tokens * (2 * 2 * head_size + 4 * 2 * futures + 4 * policies)
-    return of_slots + 4 * (num_tokens + futures * longest) + _HEADER_BYTES + _ENTRY_BYTES * policies
+    of_slots = layers * heads * num_tokens * (2 * 2 * head_size + 4 * 2 * futures + 4 * policies + 4 * later)
+    return of_slots + 4 * (num_tokens + futures * longest) + _HEADER_BYTES + _ENTRY_BYTES * (policies + bool(later))
 
 
-_TENSORS = tuple(entry.name for entry in fields(Trace) if entry.name not in ("key", "source", "split", "worths"))
+_TENSORS = tuple(
+    entry.name for entry in fields(Trace) if entry.name not in ("key", "source", "split", "worths", _LATER)
+)
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -267,7 +283,7 @@ def _read(path: Path) -> Trace:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     worths = {name.removeprefix(_WORTH): tensors.pop(name) for name in list(tensors) if name.startswith(_WORTH)}
     named = {name: state[name] for name in ("key", "source", "split")}
-    return Trace(**named, worths=worths, **{name: tensors[name] for name in _TENSORS})
+    return Trace(**named, worths=worths, later=tensors.get(_LATER), **{name: tensors[name] for name in _TENSORS})
 
 
 def _opened(path: Path) -> Any:

@@ -56,7 +56,7 @@ class Tracing:
         data: sources of prompts (see `corpus.harvest`).
         out: folder of traces, new or with others made under the same settings.
         reading: how data becomes prompts and futures.
-        layers, heads, policies: as for `Recorder`.
+        layers, heads, policies, delay: as for `Recorder`.
         temperature: of sampled futures.
         made_by: manifest of this run, for the index.
         share: this process among several; None asks the environment.
@@ -76,6 +76,7 @@ class Tracing:
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         policies: Sequence[str] = (),
+        delay: int | None = None,
         temperature: float = 1.0,
         made_by: Mapping[str, Any] | None = None,
         share: Share | None = None,
@@ -89,6 +90,7 @@ class Tracing:
             temperature=temperature if reading.sampled else 0.0,
             seed=reading.seed,
             ends=end_tokens(model, reading.tokenizer),
+            delay=delay,
         )
         config = model.config.get_text_config(decoder=True)
         self._head_size = head_size(config)
@@ -129,6 +131,7 @@ class Tracing:
             futures=len(item.branches),
             longest=max(branch.longest for branch in item.branches),
             policies=len(self.recorder.policies),
+            later=self.recorder.group if self.recorder.delay else 0,
         )
 
     def run(self, progress: Progress = lambda done, total, what: None) -> int:
@@ -159,6 +162,7 @@ def _settings(recorder: Recorder, reading: Reading) -> dict[str, Any]:
         "temperature": recorder.temperature,
         "seed": recorder.seed,
         "policies": recorder.policies,
+        "delay": recorder.delay,
         "weights": weights_digest(recorder.model, reading.tokenizer),
     }
 
@@ -203,8 +207,9 @@ def _sweep(out: Path, key: str) -> None:
 
 
 def _finite(trace: Trace) -> Trace:
-    for layer, importance in enumerate(trace.importance_mean.unbind(1)):
-        if not bool(importance.isfinite().all()):
+    measured = [trace.importance_mean.transpose(0, 1), *([] if trace.later is None else [trace.later])]
+    for layer, arrays in enumerate(zip(*measured, strict=True)):
+        if not all(bool(array.isfinite().all()) for array in arrays):
             raise ValueError(
                 f"prompt {trace.key} gives attention that is not finite in recorded layer {layer}; the model's numbers "
                 "overflow, load it with another dtype"

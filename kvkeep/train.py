@@ -9,7 +9,7 @@ same command goes on after a kill, to the same numbers.
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from . import saving
 from .policies.files import PolicyFile, write_policy
 from .team import Team
-from .trace import Trace
 
 _FORMAT = 1
 _CHECKPOINT = "training.safetensors"
@@ -79,19 +78,29 @@ class Learner(ABC):
     """What is trained, and on what objective.
 
     Attributes:
-        network: the agents; every parameter is `[A, ...]`.
+        network: the agents; every parameter is `[A, ...]`, or there is one agent.
         names: what each agent is called in messages, such as "layer 3, head 1".
+
+    What it learns from are traces or anything else that has a `key`.
     """
 
     network: nn.Module
     names: list[str]
 
+    def keep(self, out: Path, network: nn.Module, training: dict[str, Any]) -> None:
+        """Write what was learned into `out`."""
+        write_policy(out, self.policy(network, training))
+
+    def parts(self, network: nn.Module, recipe: Recipe) -> list[tuple[list[nn.Parameter], Callable[[int], float]]]:
+        """Parameters that have a learning rate of their own, and that rate at each step."""
+        return [(list(network.parameters()), recipe.rate)]
+
     @abstractmethod
-    def loss(self, network: nn.Module, trace: Trace, generator: torch.Generator) -> Float[Tensor, " A"]:
+    def loss(self, network: nn.Module, trace: Any, generator: torch.Generator) -> Float[Tensor, " A"]:
         """Loss of each agent on one prompt; what is drawn at random comes from `generator` (on the CPU)."""
 
     @abstractmethod
-    def reward(self, network: nn.Module, trace: Trace) -> Float[Tensor, " A"]:
+    def reward(self, network: nn.Module, trace: Any) -> Float[Tensor, " A"]:
         """How well each agent does on one prompt, without noise; more is better."""
 
     @abstractmethod
@@ -137,8 +146,8 @@ class Progress:
 
 def train(
     learner: Learner,
-    prompts: Sequence[Trace],
-    validation: Sequence[Trace],
+    prompts: Sequence[Any],
+    validation: Sequence[Any],
     recipe: Recipe,
     out: str | Path,
     *,
@@ -179,8 +188,8 @@ class _Run:
     def __init__(
         self,
         learner: Learner,
-        prompts: Sequence[Trace],
-        validation: Sequence[Trace],
+        prompts: Sequence[Any],
+        validation: Sequence[Any],
         recipe: Recipe,
         out: Path,
         manifest: dict[str, Any],
@@ -190,12 +199,15 @@ class _Run:
         self.out, self.manifest, self.team = out, manifest, team
         self.network = learner.network
         self.average = deepcopy(self.network).requires_grad_(False)
-        self.weights: list[Tensor] = list(self.network.parameters())
-        self.averages: list[Tensor] = list(self.average.parameters())
+        parts = learner.parts(self.network, recipe)
+        self.rates = [rate for _, rate in parts]
+        self.weights: list[Tensor] = [weight for weights, _ in parts for weight in weights]
+        self.averages: list[Tensor] = [weight for part in learner.parts(self.average, recipe) for weight in part[0]]
         self.grads = [torch.zeros_like(weight) for weight in self.weights]
         for weight, grad in zip(self.weights, self.grads, strict=True):
             weight.grad = grad
-        self.optimiser = torch.optim.AdamW(self.weights, lr=recipe.lr, weight_decay=recipe.weight_decay)
+        groups = [{"params": weights} for weights, _ in parts]
+        self.optimiser = torch.optim.AdamW(groups, lr=recipe.lr, weight_decay=recipe.weight_decay)
         self.progress = Progress()
 
     @property
@@ -217,8 +229,8 @@ class _Run:
         self.team.sum_([losses, *self.grads])
         self._refuse_if_not_finite(losses, batch)
         self._clip()
-        for group in self.optimiser.param_groups:
-            group["lr"] = recipe.rate(step)
+        for group, rate in zip(self.optimiser.param_groups, self.rates, strict=True):
+            group["lr"] = rate(step)
         self.optimiser.step()
         # early weights are soon forgotten
         decay = min(recipe.ema, step / (step + 10))
@@ -236,7 +248,8 @@ class _Run:
 
     def _norms(self) -> Float[Tensor, " A"]:
         """Gradient norm of each agent."""
-        return torch.stack([grad.flatten(1).square().sum(1) for grad in self.grads]).sum(0).sqrt()
+        num_agents = len(self.learner.names)
+        return torch.stack([grad.reshape(num_agents, -1).square().sum(1) for grad in self.grads]).sum(0).sqrt()
 
     def _clip(self) -> None:
         factor = (self.recipe.clip / self._norms().clamp(min=1e-12)).clamp(max=1)
@@ -282,7 +295,7 @@ class _Run:
         if self.team.rank == 0:
             if seen.best:
                 reached = {"step": now.step, "reward": seen.reward, "history": now.history}
-                write_policy(self.out, self.learner.policy(self.average, {**self.manifest, "reached": reached}))
+                self.learner.keep(self.out, self.average, {**self.manifest, "reached": reached})
             self._save()
 
     # files
@@ -301,10 +314,8 @@ class _Run:
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that a step changes, by name; the tensors themselves."""
         tensors = {}
-        for name, weight in self.network.state_dict().items():
-            tensors[f"network.{name}"] = weight
-        for name, weight in self.average.state_dict().items():
-            tensors[f"average.{name}"] = weight
+        for kind, network in {"network": self.network, "average": self.average}.items():
+            tensors.update({f"{kind}.{name}": array for name, array in _arrays(network)})
         for place, state in self.optimiser.state_dict()["state"].items():
             tensors.update({f"optimiser.{place}.{name}": value for name, value in state.items()})
         return tensors
@@ -330,8 +341,11 @@ class _Run:
         def part(head: str) -> dict[str, Tensor]:
             return {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}
 
-        self.network.load_state_dict(part("network."))
-        self.average.load_state_dict(part("average."))
+        for kind, network in {"network.": self.network, "average.": self.average}.items():
+            saved = part(kind)
+            with torch.no_grad():
+                for name, array in _arrays(network):
+                    array.copy_(saved[name])
         slots: dict[int, dict[str, Tensor]] = {}
         for name, value in part("optimiser.").items():
             place, _, kind = name.partition(".")
@@ -342,6 +356,12 @@ class _Run:
         """Nothing is left to continue."""
         if self.team.rank == 0:
             (self.out / _CHECKPOINT).unlink(missing_ok=True)
+
+
+def _arrays(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Everything a network is made of; what two places share once."""
+    yield from network.named_parameters()
+    yield from network.named_buffers()
 
 
 def _short(name: str, was: Any, value: Any) -> str:

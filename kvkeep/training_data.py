@@ -53,6 +53,7 @@ class _Place(NamedTuple):
     key: str
     source: str
     split: str
+    num_tokens: int
 
     def read(self) -> Trace:
         return self.traces[self.number]
@@ -63,6 +64,7 @@ def open_data(
     *,
     sources: Sequence[str] = (),
     num_prompts: int | None = None,
+    least_tokens: int = 0,
     share: float = 0.1,
     seed: int = 0,
 ) -> Data:
@@ -70,6 +72,7 @@ def open_data(
 
     Args:
         sources: only prompts whose source begins with one of these.
+        least_tokens: leave shorter prompts out.
         num_prompts: train on so many, drawn by `seed`; a smaller number draws some of the same.
         share: of the training prompts, to validate on where none were recorded for that.
 
@@ -80,14 +83,15 @@ def open_data(
         raise ValueError(f"the share to validate on must lie between 0 and 1, got {share}")
     opened = [Traces(folder) for folder in folders]
     _refuse_unlike(opened)
-    there = list(_places(opened))
+    there = [place for place in _places(opened) if place.num_tokens >= least_tokens]
     wanted = [place for place in there if place.source.startswith(tuple(sources) or "")]
     prompts, validation = _split(wanted, share, seed)
     if len(prompts) < max(1, num_prompts or 0) or not validation:
         known = ", ".join(sorted({place.source for place in there}))
         raise ValueError(
             f"wanted are {num_prompts or 'some'} prompts to train on and some to validate on, from "
-            f"{', '.join(sources) or 'any source'}; there are {len(prompts)} and {len(validation)}. Sources: {known}"
+            f"{', '.join(sources) or 'any source'}, of {least_tokens} tokens or more; "
+            f"there are {len(prompts)} and {len(validation)}. Sources: {known}"
         )
     return Data(opened[0].index, Prompts(prompts[:num_prompts]), Prompts(validation))
 
@@ -95,7 +99,7 @@ def open_data(
 def _places(opened: Sequence[Traces]) -> Iterator[_Place]:
     for traces in opened:
         for number, trace in enumerate(traces):
-            yield _Place(traces, number, trace.key, trace.source, trace.split)
+            yield _Place(traces, number, trace.key, trace.source, trace.split, trace.num_tokens)
 
 
 def _split(places: Sequence[_Place], share: float, seed: int) -> tuple[list[_Place], list[_Place]]:

@@ -201,7 +201,7 @@ def test_a_model_that_knows_more_words_is_the_same_model(tiny):
 def test_agents_for_some_layers_alone_are_refused(tiny):
     model = tiny("llama")
     policy = KVP.untrained(fingerprint(model.config), layers=[0, 2])
-    with pytest.raises(ValueError, match=r"agents for layers \[0, 2\], and the layers to manage are \[0, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"weights for layers \[0, 2\], and the layers to manage are \[0, 1, 2\]"):
         KVCache(model, policy=policy, budget=40)
 
 

@@ -21,7 +21,10 @@ from kvkeep.names import nearest
 from kvkeep.policies import Observation, Policy, make_policy
 from kvkeep.policies.agents import AgentShape, make_agents
 from kvkeep.policies.base import hashed_uniform
-from kvkeep.policies.kvp import Ranking, policy_file
+from kvkeep.policies.kvp import KVP, Ranking, agents_file
+from kvkeep.policies.kvpop import scorers_file
+from kvkeep.policies.learned import Trained
+from kvkeep.policies.scorers import ScorerShape, make_scorers
 from kvkeep.policies.tiered import TieredPolicy
 from kvkeep.rotation import rotate
 from kvkeep.slots import EMPTY, Slots
@@ -37,11 +40,33 @@ def ranking() -> Ranking:
     with torch.no_grad():
         agents.centre.normal_(0, 0.5)
         agents.spread.uniform_(0.5, 2)
-    return Ranking(policy_file(agents, {}, layers=[0, 1], training={}))
+    return KVP.network_of(agents_file(agents, {}, layers=[0, 1], training={}))
+
+
+def scorers(name: str) -> Trained:
+    """Untrained scorers for two layers of these shapes, as if calibrated on other keys and values."""
+    shape = ScorerShape(
+        num_agents=2 * H,
+        key_size=D,
+        value_size=DV,
+        architecture=POLICIES[name].architecture,
+        hidden=5,
+        memory=3,
+        window=4,
+    )
+    made = make_scorers(shape, seed=1)
+    with torch.no_grad():
+        made.centre.normal_(0, 0.5)
+        made.spread.uniform_(0.5, 2)
+        made.age.normal_()
+    return POLICIES[name].network_of(scorers_file(made, {}, layers=[0, 1], training={}))
 
 
 # what a policy cannot do without on these shapes
-NEEDED: dict[str, dict] = {"kvp": {"ranking": ranking()}}
+NEEDED: dict[str, dict] = {
+    "kvp": {"trained": ranking()},
+    **{name: {"trained": scorers(name)} for name in ("kvpop", "kvpop_mlp")},
+}
 # settings small enough to matter on some twenty tokens; what is not listed runs with its defaults
 SMALL: dict[str, list[dict]] = {
     "random": [{"seed": 0}, {"seed": 12345}],
@@ -52,7 +77,7 @@ SMALL: dict[str, list[dict]] = {
     "snapkv": [{"window": 6, "kernel": 5}, {"window": 40, "kernel": 1}],
     "pyramidkv": [{"window": 6, "kernel": 3}],
     "expected_attention": [{"horizon": 1, "sinks": 4, "epsilon": 0.0}, {"horizon": 9, "sinks": 2, "epsilon": 0.05}],
-    "kvp": [NEEDED["kvp"]],
+    **{name: [needed] for name, needed in NEEDED.items()},
     # the twin deletes for real, without an epsilon
     "lorekv": [
         {"window": 6, "chunk": 2, "guard": 0.0, "epsilon": 1e-9},
@@ -282,7 +307,7 @@ def test_chunk_free_policies_keep_the_same_tokens_in_any_chunking(tiny, name, le
     model, prompt = tiny("llama", num_hidden_layers=1), tokens(length, seed)
     held = []
     for size in (None, chunk):
-        cache = KVCache(model, policy=name, budget=budget)
+        cache = KVCache(model, policy=policy_named(name, model), budget=budget)
         kvkeep.prefill(model, prompt, cache, chunk=size)
         positions = cache.managed[0].slots.positions.sort(-1).values
         held.append([[at for at in head if at != EMPTY] for head in positions[0].tolist()])

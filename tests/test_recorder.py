@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 import kvkeep
 from kvkeep import POLICIES, KVCache, cache_argument
+from kvkeep.policies.learned import LearnedPolicy
 from kvkeep.policies.tiered import TieredPolicy
 from kvkeep.recorder import Branch, Item, Recorder
 from kvkeep.selection import protected, survivors
@@ -57,6 +58,29 @@ def test_importance_is_that_of_the_dense_maps(tiny, family):
         largest, mean = dense_importance(model, whole(trace, number), N)
         torch.testing.assert_close(trace.importance_max[number], largest, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(trace.importance_mean[number], mean, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_later_attention_is_that_of_the_prompts_own_dense_map(tiny, family):
+    model = tiny(family)
+    recorder = Recorder(model, policies=["tova"], delay=5)
+    trace, plain = recorder.record(prompt(GREEDY)), Recorder(model, policies=["tova"]).record(prompt(GREEDY))
+    eager = deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = eager(input_ids=tokens(N), output_attentions=True).attentions
+    weights = torch.stack([maps[index][0].unflatten(0, (-1, 2)) for index in recorder.layers])
+    for t in (0, 17, N - 6):
+        torch.testing.assert_close(trace.later[..., t], weights[..., t + 5 :, t].mean(-1), atol=1e-5, rtol=1e-4)
+    assert plain.later is None and torch.equal(trace.worths["tova"], plain.worths["tova"])
+    assert torch.equal(trace.keys, plain.keys) and torch.equal(trace.importance_max, plain.importance_max)
+    some = Recorder(model, layers=recorder.layers[1:2], heads=recorder.heads[-1:], delay=5).record(prompt(GREEDY))
+    assert torch.equal(some.later, trace.later[1:2, -1:])
+
+
+def test_a_delay_of_nothing_is_refused(tiny):
+    with pytest.raises(ValueError, match="delay must be at least 1, got 0"):
+        Recorder(tiny("llama"), delay=0)
 
 
 def test_layers_with_a_window_are_left_out_and_forget_nothing_between_futures(tiny):
@@ -126,14 +150,14 @@ def test_chosen_layers_and_heads_are_slices_of_everything(tiny):
     assert torch.equal(some.worths["tova"], every.worths["tova"][[0, 2]][:, [1]])
 
 
-# by keys, values, queries and positions alone; kvp would need weights for this model
+# by keys, values, queries and positions alone; learned ones would need weights for this model
 READING = [
     name
     for name, policy in POLICIES.items()
     if policy.needs <= {"queries", "rotary"}
-    and name not in ("kvp", "pyramidkv")
-    # what they hold is not in slots alone
-    and not issubclass(policy, TieredPolicy)
+    and name != "pyramidkv"
+    # learned ones would need weights for this model, and what tiers hold is not in slots alone
+    and not issubclass(policy, LearnedPolicy | TieredPolicy)
 ]
 
 

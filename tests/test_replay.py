@@ -145,7 +145,7 @@ def real(embedded, tmp_path_factory) -> Traces:
     return saved(tmp_path_factory.mktemp("real"), *map(recorder.record, items), index=index)
 
 
-@pytest.mark.parametrize("name", ["random", "keydiff", "lagkv", "kvp", "tova", "pyramidkv"])
+@pytest.mark.parametrize("name", ["random", "keydiff", "lagkv", "kvp", "kvpop", "kvpop_mlp", "tova", "pyramidkv"])
 def test_a_replay_keeps_what_a_cache_keeps(real, embedded, name):
     [row] = Replay(policies=[name], budgets=[40]).run(real)
     shares = []
@@ -167,6 +167,25 @@ def test_nothing_that_keeps_as_many_tokens_keeps_more_than_the_exact_future(real
     best = {row.budget: row.value for row in rows if row.policy == "oracle"}
     assert len(rows) == 2 * len(names) and all(row.value <= best[row.budget] for row in rows)
     assert Replay(policies=["random"], budgets=["full"]).run(real)[0].value == pytest.approx(1)
+
+
+def test_recall_is_the_share_of_the_teachers_tokens_that_are_kept(tmp_path):
+    n = 40
+    trace = made("a", uniform(n))
+    L, H = trace.keys.shape[:2]
+    # the teacher wants the even tokens, the policy keeps the last ones: 12 of the 26 between 4 sinks and 10 recent
+    later = (torch.arange(n) % 2 == 0).float().expand(L, H, 2, n) / 10 + torch.arange(n) / 1e4
+    traces = saved(tmp_path, replace(trace, later=later), index=replace(INDEX, prompts=[], settings={"delay": 10}))
+    streaming, oracle = Replay(policies=["streaming", "oracle"], budgets=[26], recent=10, metric="teacher_recall").run(
+        traces
+    )
+    assert (streaming.metric, streaming.kept, oracle.value) == ("teacher_recall", 26, 1)
+    # it keeps 18 to 29, six of them even; the teacher keeps the even ones from 6 to 28
+    assert streaming.value == pytest.approx(6 / 12)
+    with pytest.raises(ValueError, match="with a delay of 10 and recent is 16"):
+        Replay(policies=["streaming"], budgets=[26], metric="teacher_recall").run(traces)
+    with pytest.raises(ValueError, match="kept_future or teacher_recall"):
+        Replay(policies=["streaming"], metric="recall")
 
 
 def test_what_traces_can_answer_for_is_known(real):

@@ -41,6 +41,7 @@ def example(key: str, *, n: int = 9, source: str = "chat", split: str = "train")
         importance_max=draw(2, L, H, n),
         importance_mean=draw(2, L, H, n),
         worths={"tova": draw(L, H, n)},
+        later=draw(L, H, 2, n) if key == "b" else None,
     )
 
 
@@ -67,6 +68,7 @@ def test_traces_come_back_as_they_were_written(folder):
     for name in ("token_ids", "future_ids", "keys", "values", "importance_max", "importance_mean"):
         assert torch.equal(getattr(found, name), getattr(written, name)), name
     assert torch.equal(found.worths["tova"], written.worths["tova"])
+    assert torch.equal(found.later, written.later) and read[0].later is None
     assert (found.source, found.split, found.num_tokens) == ("niah_multikey_1/after", "test", 12)
     assert found.future_lengths == [3, 1]
     assert read.fingerprint == {"type": "tiny"}

@@ -76,7 +76,9 @@ def test_every_prompt_becomes_a_trace_and_the_index_says_what_they_share(tracing
     traces.refuse_other_model(tiny("llama").config)
 
 
-@pytest.mark.parametrize("options", [{}, {"policies": ["tova", "h2o"]}, {"layers": [1], "heads": [0], "futures": "3"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"policies": ["tova", "h2o"]}, {"layers": [1], "heads": [0], "futures": "3"}, {"delay": 9}]
+)
 def test_the_estimate_is_the_size_of_what_is_written(tracing, tmp_path, options):
     started = tracing(tmp_path, **options)
     needed = started.bytes(started.items)
@@ -85,12 +87,13 @@ def test_the_estimate_is_the_size_of_what_is_written(tracing, tmp_path, options)
     tensors = sum(
         tensor.nbytes
         for trace in Traces(tmp_path)
-        for tensor in (*(getattr(trace, name) for name in TENSORS), *trace.worths.values())
+        for tensor in (*(getattr(trace, name) for name in (*TENSORS, "later")), *trace.worths.values())
+        if tensor is not None
     )
     written = sum(file.stat().st_size for file in files)
     # tensors to the byte; the header is smaller than what is set aside for it
-    policies = len(options.get("policies", []))
-    header = trace_bytes(0, layers=0, heads=0, head_size=0, futures=0, longest=0, policies=policies)
+    more = {"policies": len(options.get("policies", [])), "later": 2 if "delay" in options else 0}
+    header = trace_bytes(0, layers=0, heads=0, head_size=0, futures=0, longest=0, **more)
     assert needed - tensors == header * len(files)
     assert tensors < written <= needed < written + 1500 * len(files)
 

@@ -82,7 +82,7 @@ def test_the_policy_ranks_as_the_agents_that_were_validated(traces, tmp_path):
     example = learner.example(trace)
     positions, length = example.positions[None], torch.tensor([trace.num_tokens])
     scores = [
-        policy.ranking.score(layer, *(array[None, 2 * layer : 2 * layer + 2] for array in example[:2]),
+        policy.trained.score(layer, *(array[None, 2 * layer : 2 * layer + 2] for array in example[:2]),
                              positions[:, 2 * layer : 2 * layer + 2], length)[0]
         for layer in (0, 1)
     ]  # fmt: skip

@@ -343,7 +343,7 @@ def oracle(run: Run, head: int) -> Tensor:
 
 def kvp(run: Run, head: int) -> Tensor:
     """Each token as its agent saw it last: at the end of a prompt, or where the length is a multiple of 16."""
-    file = run.options["ranking"].file
+    file = run.options["trained"].file
     place = file.layers.index(run.layer) * run.keys.shape[0] + head
     agent = {name: tensor[place].float() for name, tensor in file.tensors.items()}
     worth = torch.full((run.keys.shape[1],), torch.finfo(torch.float32).max)
@@ -362,6 +362,36 @@ def kvp(run: Run, head: int) -> Tensor:
     return worth
 
 
+def kvpop(run: Run, head: int) -> Tensor:
+    """The static priority of each token that has left the window, the greatest number for the others."""
+    file = run.options["trained"].file
+    place, shape = file.layers.index(run.layer) * run.keys.shape[0] + head, file.architecture
+    net = {name: tensor[place].double() for name, tensor in file.tensors.items()}
+    n, memory = run.keys.shape[1], "norm" in net
+    hidden, M = shape["hidden"] * (shape["architecture"] != "memory"), shape["memory"] * memory
+    tokens = torch.cat([run.keys[head], run.values[head]], 1).double()
+    read = (tokens - net["centre"]) / net["spread"] @ net["first"] + net["first_bias"]
+    rate = math.log(0.999) + (math.log(0.999999) - math.log(0.999)) / (1 + math.exp(-net["age"].item()))
+    worth = torch.full((n,), torch.finfo(torch.float32).max)
+
+    def phi(y: Tensor) -> Tensor:
+        return torch.cat([y.softmax(0), (-y).softmax(0)])
+
+    for u in range(n - shape["window"]):
+        parts = [read[u, :hidden] * read[u, :hidden].sigmoid()]
+        if memory:
+            query, top, bottom = phi(read[u, hidden : hidden + M]), torch.zeros(M).double(), 0.0
+            for s in range(u + shape["window"] + 1):
+                later = read[s + 1 : u + shape["window"] + 1, -1].sigmoid().prod()
+                weight = later * read[s, -2].exp() * (query @ phi(read[s, hidden + M : hidden + 2 * M]))
+                top, bottom = top + weight * read[s, hidden + 2 * M : hidden + 3 * M], bottom + weight
+            h = top / bottom
+            h = (h - h.mean()) / (h.var(correction=0) + 1e-5).sqrt() * net["norm"][0, 0] + net["norm"][1, 0]
+            parts.append(h * h.sigmoid())
+        worth[u] = torch.cat(parts) @ net["last"][:, 0] - u * rate
+    return worth
+
+
 TWINS: dict[str, Callable[[Run], Tensor]] = {
     name: per_head(worth)
     for name, worth in {
@@ -376,6 +406,8 @@ TWINS: dict[str, Callable[[Run], Tensor]] = {
         "pyramidkv": snapkv,
         "expected_attention": expected_attention,
         "kvp": kvp,
+        "kvpop": kvpop,
+        "kvpop_mlp": kvpop,
         "lorekv": lorekv,
         "qevict": h2o,
         "tiered": h2o,

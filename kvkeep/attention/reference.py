@@ -58,14 +58,14 @@ def future_importance(
     scale: float,
     delay: int = 0,
     horizon: int | None = None,
-) -> tuple[Float[Tensor, "B H S"], Float[Tensor, "B H S"]]:
+) -> tuple[Float[Tensor, "B H S"], Float[Tensor, "B H G S"]]:
     """Attention each key gets from queries at least `delay` and less than `horizon` behind it, summed over queries.
 
-    The first takes the largest of a group's query heads for each query, the second their mean.
+    The first takes the largest of a group's query heads for each query, the second is that of each of them.
     """
     B, H, S, _ = keys.shape
     positions = torch.arange(S)
     weights = attention_map(queries, keys, positions.expand(B, H, S), query_positions, scale)
     behind = query_positions[:, None, None, :, None] - positions
     counted = weights * (behind >= delay) * (behind < (S if horizon is None else horizon))
-    return counted.amax(2).sum(2), counted.mean(2).sum(2)
+    return counted.amax(2).sum(2), counted.sum(3)

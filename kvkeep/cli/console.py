@@ -143,6 +143,14 @@ def numbers(option: str, values: list[str]) -> list[int]:
         raise ValueError(f"{option} takes whole numbers such as 4096 or 2048,8000, got {', '.join(values)}") from error
 
 
+def fractions(option: str, values: list[str]) -> tuple[float, ...]:
+    """Repeated and comma-separated fractions, for the option named."""
+    try:
+        return tuple(float(value) for value in names(values))
+    except ValueError as error:
+        raise ValueError(f"{option} takes fractions such as 0.25 or 0.25,0.125, got {', '.join(values)}") from error
+
+
 def number_ranges(option: str, values: list[str]) -> list[int]:
     """Whole numbers and ranges of them, in order: ["0-3,9", "2"] gives [0, 1, 2, 3, 9]."""
     ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", value) for value in names(values)]

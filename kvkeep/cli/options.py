@@ -18,7 +18,8 @@ _MODEL = "smollm2, a folder, a GGUF file, or a Hugging Face id (owner/name)."
 # written out, because importing them would load torch for --help
 _POLICIES = (
     "random, streaming, knorm, keydiff, lagkv, tova, h2o, snapkv, pyramidkv, expected_attention, kvp, "
-    "lorekv, qevict or tiered (docs/policies.md), with options as in snapkv(window=16), tiered(kvp, bits=4)"
+    "kvpop, kvpop_mlp, lorekv, qevict or tiered (docs/policies.md), with options as in snapkv(window=16), "
+    "tiered(kvp, bits=4)"
 )
 
 _DATA = (

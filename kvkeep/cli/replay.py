@@ -22,6 +22,9 @@ def replay(
     futures: Annotated[str, typer.Option(help="Several futures of a prompt: mean or max of them.")] = "mean",
     sinks: Annotated[int, typer.Option(min=0, help="First tokens that always stay.")] = 4,
     recent: Annotated[int, typer.Option(min=0, help="Last tokens that always stay.")] = 16,
+    metric: Annotated[
+        str, typer.Option(help="kept_future, or teacher_recall: of what later tokens of the prompt read most.")
+    ] = "kept_future",
     file: Annotated[Path | None, typer.Option("--out", "-o", help="For the rows, such as replay/rows.jsonl.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -33,6 +36,8 @@ def replay(
     **Examples**
 
     `kvkeep replay traces --split test`
+
+    `kvkeep replay long --metric teacher_recall --recent 64 --policy kvpop,kvpop_mlp --budget 25%,12.5%`
 
     `kvkeep replay traces --policy kvp,keydiff,tova --budget 128,25% --by-source --out replay/rows.jsonl`
     """

@@ -37,6 +37,10 @@ def trace(
         list[str],
         typer.Option("--policy", "-p", metavar="NAME,...", help="Record also what these say right after the prompt."),
     ] = [],
+    delay: Annotated[
+        int | None,
+        typer.Option(min=1, help="Record also what the prompt's tokens so far behind pay to each (for kvpop)."),
+    ] = None,
     layers: Annotated[list[str], typer.Option(metavar="NUMBER,...", help="Only these layers: 0-9,29.")] = [],
     heads: Annotated[list[str], typer.Option(metavar="NUMBER,...", help="Only these KV heads.")] = [],
     haystack: Haystack = None,
@@ -61,6 +65,8 @@ def trace(
     `kvkeep trace --data chat:trees.jsonl --data text:novels --split validation --prompts 20 --out traces`
 
     `kvkeep trace --data documents.jsonl --futures 4 --length 4000 --estimate`
+
+    `kvkeep trace --data text:novels --length 4096 --delay 64 --prompts 40 --out long`
     """
     from kvkeep import load
     from kvkeep.corpus import Reading
@@ -90,6 +96,7 @@ def trace(
             layers=number_ranges("--layers", layers) or None,
             heads=number_ranges("--heads", heads) or None,
             policies=names(policies),
+            delay=delay,
             temperature=temperature,
             made_by=manifest(model, dtype=str(loaded.model.dtype), device=str(loaded.model.device)),
         )

@@ -2,17 +2,22 @@
 # ruff: noqa: B006
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from .console import names, note, out, print_json, steps_bar
+from .console import fractions, names, note, out, print_json, quiet_transformers, steps_bar
 from .options import Device, Json, Sources
 
 if TYPE_CHECKING:
-    from kvkeep.train import Progress, Validation
+    from collections.abc import Callable
+
+    from kvkeep.distill import Distillation, Text
+    from kvkeep.trace import TraceIndex
+    from kvkeep.train import Progress, Recipe, Validation
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,9 +74,7 @@ def kvp(
 
     `kvkeep train kvp --traces traces --objective sampled --batch 4 --lr 1e-3 --steps 2000 --out policy-rl --json`
     """
-    from kvkeep.evaluate.rows import manifest
     from kvkeep.learners import Ranked, train_kvp
-    from kvkeep.team import assemble
     from kvkeep.train import Recipe
     from kvkeep.training_data import open_data
 
@@ -96,25 +99,173 @@ def kvp(
         patience=patience,
         seed=seed,
     )
-    team = assemble(device)
     data = open_data(traces, sources=names(sources), num_prompts=prompts, share=validation, seed=seed)
+    options = {"settings": settings, "recipe": recipe, "architecture": architecture, "hidden": hidden}
+    _run(train_kvp, data, folder, device, as_json, data.index, **options)
+
+
+@app.command()
+def kvpop(
+    folder: Annotated[Path, typer.Option("--out", "-o", help="For the policy, and to go on from.")],
+    traces: Annotated[list[Path], typer.Option(help="Folder of traces made with --delay; repeat for several.")] = [],
+    what: Annotated[
+        str, typer.Option("--train", help="scorers, on traces; or all: the model too, on texts, from itself.")
+    ] = "scorers",
+    model: Annotated[str, typer.Option("--model", "-m", help="What to train (all).")] = "smollm2",
+    texts: Annotated[list[str], typer.Option("--data", metavar="DATA", help="As for kvkeep trace (all).")] = [],
+    length: Annotated[int, typer.Option("--length", "-l", help="Tokens of a text (all).")] = 1024,
+    model_lr: Annotated[float, typer.Option(help="Learning rate of the model's own weights (all).")] = 8e-5,
+    sources: Sources = [],
+    prompts: Annotated[int | None, typer.Option(min=1, help="Train on so many prompts or texts; else on all.")] = None,
+    validation: Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")] = 0.1,
+    least: Annotated[
+        int | None, typer.Option("--least-tokens", help="Leave shorter prompts out; else those below 8 windows.")
+    ] = None,
+    shares: Annotated[
+        list[str], typer.Option(metavar="SHARE,...", help="Of a prompt that a cache keeps; each is learned.")
+    ] = ["0.25", "0.125"],
+    window: Annotated[int, typer.Option(help="Recent tokens that always stay: the traces' --delay.")] = 64,
+    sinks: Annotated[int, typer.Option(help="First tokens that always stay.")] = 4,
+    group: Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")] = "max",
+    pairs: Annotated[int, typer.Option(help="Pairs at the cutoff, a step and share.")] = 512,
+    architecture: Annotated[
+        str, typer.Option(help="mlp (the token alone), memory (as in the paper) or both.")
+    ] = "both",
+    late: Annotated[
+        bool, typer.Option(help="Read the memory when a token leaves the window, or when it comes.")
+    ] = True,
+    turn_back: Annotated[bool, typer.Option(help="Read keys as they were before the model's rotation.")] = True,
+    hidden: Annotated[int, typer.Option(help="Width of the layer that reads the token itself.")] = 64,
+    memory: Annotated[int, typer.Option(help="Size of the memory.")] = 32,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 400,
+    batch: Annotated[int, typer.Option(help="Prompts a step, over all processes.")] = 1,
+    lr: Annotated[float, typer.Option(help="Greatest learning rate; the paper's is 1e-3.")] = 5e-3,
+    lr_end: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 1e-4,
+    warmup: Annotated[int, typer.Option(help="Steps until the greatest learning rate.")] = 20,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-4,
+    ema: Annotated[float, typer.Option(help="Decay of the average of weights that is kept.")] = 0.97,
+    every: Annotated[int, typer.Option(help="Steps between two validations.")] = 50,
+    patience: Annotated[int, typer.Option(help="Stop after so many validations without a gain; 0 never does.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of first weights, prompts and draws.")] = 0,
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Train the scorers of KVpop, all layers and heads at once, for a model that stays as it is.
+
+    The reward is the share of what a teacher holds, who knows what later tokens read, that the scorers hold too. With
+    --train all the model is trained with them, to say under their masks what it said without; the reward is then minus
+    the divergence. Killed, the same command goes on where it was. Several processes share each batch.
+
+    **Examples**
+
+    `kvkeep trace --data text:novels --length 4096 --delay 64 --prompts 40 --out long`
+
+    `kvkeep train kvpop --traces long --out policy`
+
+    `kvkeep train kvpop --traces long --architecture mlp --shares 0.5,0.25 --out policy-mlp`
+
+    `kvkeep train kvpop --train all --data text:novels --length 1024 --prompts 200 --batch 8 --out retrofitted`
+    """
+    from kvkeep.distill import Distillation
+    from kvkeep.pool_learner import Cutoff, train_kvpop
+    from kvkeep.train import Recipe
+    from kvkeep.training_data import open_data
+
+    settings = Cutoff(shares=fractions("--shares", shares), window=window, sinks=sinks, group=group, num_pairs=pairs)
+    recipe = Recipe(
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        lr_end=lr_end,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=1.0,
+        ema=ema,
+        every=every,
+        patience=patience,
+        seed=seed,
+    )
+    options = {"architecture": architecture, "hidden": hidden, "memory": memory, "late": late, "turn_back": turn_back}
+    if what == "all":
+        distillation = Distillation(cutoff=settings, model_lr=model_lr)
+        _distil(model, texts, length, prompts, distillation, recipe, folder, device, as_json, **options)
+        return
+    if what != "scorers" or not traces:
+        raise ValueError(f"--train is scorers, which needs --traces, or all; got {what!r} and {len(traces)} folders")
+    data = open_data(
+        traces,
+        sources=names(sources),
+        num_prompts=prompts,
+        least_tokens=8 * window if least is None else least,
+        share=validation,
+        seed=seed,
+    )
+    _run(train_kvpop, data, folder, device, as_json, data.index, settings=settings, recipe=recipe, **options)
+
+
+def _distil(
+    model: str,
+    data: list[str],
+    length: int,
+    num_texts: int | None,
+    settings: "Distillation",
+    recipe: "Recipe",
+    folder: Path,
+    device: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train model and scorers on texts."""
+    from kvkeep import load
+    from kvkeep.corpus import Reading, harvest
+    from kvkeep.distill import DistillLearner, Text, distil
+
+    if not data:
+        raise ValueError("--train all needs texts: --data text:FILE_OR_FOLDER, as for kvkeep trace")
+    with quiet_transformers():
+        loaded = load(model, dtype="float32", device=device)
+    reading = Reading(tokenizer=loaded.tokenizer, num_tokens=length, num_prompts=num_texts or 100, future_tokens=1)
+    parts = [
+        [Text(key=item.key, token_ids=item.token_ids) for source in data for item in harvest(source, one).items]
+        for one in (reading, replace(reading, split="validation", num_prompts=2))
+    ]
+    learner = DistillLearner(loaded.model, settings, seed=recipe.seed, **options)
+
+    def train(texts: "list[list[Text]]", out: Path, **how: Any) -> "Progress":
+        train_texts, validation = texts
+        return distil(learner, train_texts, validation, out, recipe=recipe, **how)
+
+    _run(train, parts, folder, device, as_json, learner.index)
+
+
+def _run(
+    train: "Callable[..., Progress]",
+    data: Any,
+    folder: Path,
+    device: str | None,
+    as_json: bool,
+    index: "TraceIndex",
+    **options: Any,
+) -> None:
+    """Train, and say where it stands and what was reached."""
+    from kvkeep.evaluate.rows import manifest
+    from kvkeep.team import assemble
+
+    team = assemble(device)
     first = team.rank == 0
     looks: list[Validation] = []
     with steps_bar() if first else nullcontext(_unseen) as tell:
-        progress = train_kvp(
+        progress = train(
             data,
             folder,
-            settings=settings,
-            recipe=recipe,
-            architecture=architecture,
-            hidden=hidden,
-            made_by=manifest(data.index.model, dtype=data.index.dtype, device=str(team.device)),
+            made_by=manifest(index.model, dtype=index.dtype, device=str(team.device)),
             team=team,
             on_step=lambda done, total: tell(done, total, "training"),
-            on_validation=lambda seen: _look(seen, looks, data.index.layers) if first else None,
+            on_validation=lambda seen: _look(seen, looks, index.layers) if first else None,
+            **options,
         )
     if first:
-        _report(progress, looks, data.index.layers, folder, as_json)
+        _report(progress, looks, index.layers, folder, as_json)
 
 
 def _unseen(*step: Any) -> None:
@@ -125,9 +276,10 @@ def _look(seen: "Validation", looks: "list[Validation]", layers: list[int]) -> N
     """One line about a validation, with the layers that are worst."""
     looks.append(seen)
     by_layer = _by_layer(seen, layers)
-    worst = ", ".join(f"{layer} {by_layer[layer]:.2f}" for layer in sorted(by_layer, key=by_layer.__getitem__)[:3])
+    three = ", ".join(f"{layer} {by_layer[layer]:.2f}" for layer in sorted(by_layer, key=by_layer.__getitem__)[:3])
+    worst = f"; worst layers {three}" if by_layer else ""
     best = " (best)" if seen.best else ""
-    note(f"step {seen.step}: loss {seen.loss:.4f}, reward {seen.reward:.4f}{best}; worst layers {worst}", style="dim")
+    note(f"step {seen.step}: loss {seen.loss:.4f}, reward {seen.reward:.4f}{best}{worst}", style="dim")
 
 
 def _report(progress: "Progress", looks: "list[Validation]", layers: list[int], folder: Path, as_json: bool) -> None:
@@ -136,7 +288,7 @@ def _report(progress: "Progress", looks: "list[Validation]", layers: list[int], 
         result = {"best": progress.best, "step": progress.best_step, "history": progress.history, "layers": last}
         print_json({**result, "policy": str(folder)})
         return
-    if looks:
+    if looks and _by_layer(looks[0], layers):
         out.print(_layer_table(looks, layers))
     out.print(f"reward {progress.best:.4f} at step {progress.best_step}; the policy is in {folder}", highlight=False)
 
@@ -151,5 +303,7 @@ def _layer_table(looks: "list[Validation]", layers: list[int]) -> Table:
 
 
 def _by_layer(seen: "Validation", layers: list[int]) -> dict[int, float]:
-    """Mean reward of the heads of each layer."""
+    """Mean reward of the heads of each layer; nothing where all layers are trained as one."""
+    if len(seen.rewards) < len(layers):
+        return {}
     return dict(zip(layers, seen.rewards.view(len(layers), -1).mean(1).tolist(), strict=True))

@@ -1,5 +1,7 @@
 """Replay: how much of the future's attention the tokens hold that each policy keeps, over recorded prompts.
 
+Or how many of them are those that a teacher would keep, who knows what later tokens of the same prompt read.
+
 L layers, H KV heads, n prompt tokens.
 
 No model runs. A policy that reads keys, values and positions is asked anew, through the same observation as in a cache;
@@ -19,10 +21,11 @@ from ..budget import Budget
 from ..policies import POLICIES, Observation, Policy, make_policy, spelled
 from ..selection import protected, survivors
 from ..slots import Slots
+from ..target import target
 from ..trace import Trace, TraceIndex, Traces
 from .rows import Row, bootstrap
 
-METRIC = "kept_future"
+METRIC, RECALL = "kept_future", "teacher_recall"
 # the task of a row over all sources of prompts
 ALL = "all"
 # its worth is the importance itself
@@ -41,9 +44,12 @@ class Replay:
         budgets: tokens, or shares of the prompt.
         sinks, recent: first and last tokens that are always kept, inside the budget.
         group, futures: see `Trace.importance`.
+        metric: "kept_future", or "teacher_recall": of the tokens beside sinks and recent ones that a ranking by the
+            later attention of the prompt's own tokens keeps (`target.target`), the share that is kept too; `recent`
+            must be the delay that the traces were recorded with.
 
     Raises:
-        ValueError: for unknown policies, impossible budgets, and budgets in bytes.
+        ValueError: for unknown policies and metrics, impossible budgets, and budgets in bytes.
     """
 
     policies: Sequence[str]
@@ -52,8 +58,11 @@ class Replay:
     recent: int = 16
     group: str = "max"
     futures: str = "mean"
+    metric: str = METRIC
 
     def __post_init__(self) -> None:
+        if self.metric not in (METRIC, RECALL):
+            raise ValueError(f"unknown metric {self.metric!r}; choose {METRIC} or {RECALL}")
         for budget in self.budgets:
             if self._budget(budget).bytes is not None:
                 raise ValueError(f"a replay counts tokens, and {budget!r} is in bytes; give tokens or a share")
@@ -79,6 +88,8 @@ class Replay:
         Raises:
             ValueError: for policies that these traces cannot answer for.
         """
+        if self.metric == RECALL:
+            _refuse_untaught(traces, self.recent)
         policies = {name: make_policy(name) for name in self._names}
         for name, policy in policies.items():
             _refuse_unanswerable(name, policy, traces)
@@ -99,13 +110,20 @@ class Replay:
 
     def _ask(self, name: str, policy: Policy, trace: Trace, index: TraceIndex) -> "Iterator[_Kept]":
         """What one policy keeps of one prompt at every budget."""
-        importance = trace.importance(self.group, self.futures)
+        importance = self._importance(trace)
         worth = importance if name == _ORACLE else trace.worths.get(name)
         worth = _worth(policy, trace, index) if worth is None else worth
         for spoken in self.budgets:
             budget = self._budget(spoken, policy.schedule)
-            shares, tokens = _keep(worth, importance, budget)
+            shares, tokens = _keep(worth, importance, budget, recall=self.metric == RECALL)
             yield _Kept(name, str(budget), trace.source, trace.num_tokens, tokens, shares)
+
+    def _importance(self, trace: Trace) -> Float[Tensor, "L H n"]:
+        """What the best ranking goes by."""
+        if self.metric == METRIC:
+            return trace.importance(self.group, self.futures)
+        assert trace.later is not None
+        return target(trace.later, self.group)
 
     def _rows(
         self, found: "Sequence[_Kept]", traces: Traces, stamp: Mapping[str, Any], by_source: bool
@@ -128,7 +146,7 @@ class Replay:
         heads = torch.stack([kept.shares for kept in group]).mean(0)
         return Row(
             **naming,
-            metric=METRIC,
+            metric=self.metric,
             value=fmean(values),
             low=bounds.low,
             high=bounds.high,
@@ -149,7 +167,7 @@ class Replay:
 
 
 class _Kept(NamedTuple):
-    """What one policy at one budget keeps of one prompt: tokens of a head, and their share of future attention."""
+    """What one policy at one budget keeps of one prompt: tokens of a head, and the share that is measured."""
 
     policy: str
     budget: str
@@ -211,21 +229,33 @@ def _worth(policy: Policy, trace: Trace, index: TraceIndex) -> Float[Tensor, "L 
 
 
 def _keep(
-    worth: Float[Tensor, "L H n"], importance: Float[Tensor, "L H n"], budget: Budget
+    worth: Float[Tensor, "L H n"], importance: Float[Tensor, "L H n"], budget: Budget, *, recall: bool
 ) -> tuple[Float[Tensor, "L H"], float]:
-    """The share of each head's importance that is kept, and tokens kept in a head on average."""
+    """The share of each head's importance, or of its most important tokens, that is kept; and tokens kept in a head."""
     L, H, n = worth.shape
     lengths = torch.tensor([n], dtype=torch.int32)
     counts = [n] * L if budget.unlimited else budget.slots(lengths, L)[:, 0].clamp(max=n).tolist()
     positions = torch.arange(n, dtype=torch.int32).expand(1, H, n)
     guarded = protected(positions, lengths, sinks=budget.sinks, recent=budget.recent)
-    kept = torch.stack(
-        [
-            one.gather(1, survivors(of_layer[None], positions, guarded, count)[0]).sum(1)
-            for of_layer, one, count in zip(worth, importance, counts, strict=True)
-        ]
-    )
-    return kept / importance.sum(-1), fmean(counts)
+
+    def kept(ranked: Tensor) -> Tensor:
+        """Marks `[L, H, n]` of what is kept by a ranking."""
+        marks = torch.zeros_like(ranked)
+        for row, of_layer, count in zip(marks, ranked, counts, strict=True):
+            row.scatter_(1, survivors(of_layer[None], positions, guarded, count)[0], 1.0)
+        return marks
+
+    counted = kept(importance) * ~guarded if recall else importance
+    return (kept(worth) * counted).sum(-1) / counted.sum(-1), fmean(counts)
+
+
+def _refuse_untaught(traces: Traces, recent: int) -> None:
+    delay = traces.index.settings.get("delay")
+    if delay != recent:
+        raise ValueError(
+            f"{traces.folder} was recorded with a delay of {delay} and recent is {recent}; a teacher's recall needs "
+            "both to be the same: replay with --recent, or record with kvkeep trace --delay"
+        )
 
 
 def _split(traces: Traces) -> str:

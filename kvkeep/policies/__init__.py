@@ -25,6 +25,7 @@ from .baselines import (
 )
 from .deletion import Projection
 from .kvp import KVP
+from .kvpop import KVpop, KVpopMLP
 from .lorekv import LoreKV
 from .spelling import RANKING, parse, spell
 from .tiered import QEvict, Tiered
@@ -41,6 +42,8 @@ POLICIES: dict[str, type[Policy]] = {
     "pyramidkv": PyramidKV,
     "expected_attention": ExpectedAttention,
     "kvp": KVP,
+    "kvpop": KVpop,
+    "kvpop_mlp": KVpopMLP,
     "lorekv": LoreKV,
     "qevict": QEvict,
     "tiered": Tiered,
@@ -130,6 +133,8 @@ __all__ = [
     "KVP",
     "POLICIES",
     "Futures",
+    "KVpop",
+    "KVpopMLP",
     "Look",
     "LoreKV",
     "Observation",

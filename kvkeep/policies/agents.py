@@ -5,7 +5,6 @@ A agents, N tokens, D size of a key, V of a value, F features of a token.
 An agent scores a token by its key, its value and its position alone. All agents asked run in one batched product.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,14 +14,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, silu
 
+from .stacks import EVERY, linear, make_stack, stacked_layer, stacked_norm, stacks_from
+
 # width of the position embedding in the paper's released code
 _POSITION_SIZE = 32
 # of p / n, the distance to the end and the distance to the start
 _NUM_PLACES = 3
 # distances count by their logarithm; divided by this it is about 1 for a million tokens
 _LOG_SCALE = 14.0
-
-EVERY = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +101,9 @@ class Compact(Agents):
         size = shape.key_size + shape.value_size + _NUM_PLACES
         self.register_buffer("centre", torch.zeros(shape.num_agents, 1, size))
         self.register_buffer("spread", torch.ones(shape.num_agents, 1, size))
-        self.first, self.first_bias = _layer(shape.num_agents, size, shape.hidden)
-        self.second, self.second_bias = _layer(shape.num_agents, shape.hidden, shape.hidden)
-        self.last, _ = _layer(shape.num_agents, shape.hidden, 1)
+        self.first, self.first_bias = stacked_layer(shape.num_agents, size, shape.hidden)
+        self.second, self.second_bias = stacked_layer(shape.num_agents, shape.hidden, shape.hidden)
+        self.last, _ = stacked_layer(shape.num_agents, shape.hidden, 1)
 
     def forward(
         self,
@@ -120,8 +119,8 @@ class Compact(Agents):
             seen = self._inputs(keys, values, positions, lengths, dtype) - self.centre[rows].to(dtype)
             # the spread goes into the weights, which are far smaller than the inputs
             first = self.first[rows] / self.spread[rows].mT
-            hidden = silu(_linear(seen, first, self.first_bias[rows]))
-            hidden = silu(_linear(hidden, self.second[rows], self.second_bias[rows]))
+            hidden = silu(linear(seen, first, self.first_bias[rows]))
+            hidden = silu(linear(hidden, self.second[rows], self.second_bias[rows]))
             return _score(hidden, self.last[rows])
 
     def calibrate(self, samples: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
@@ -143,14 +142,14 @@ class Paper(Agents):
     def __init__(self, shape: AgentShape):
         super().__init__(shape)
         A, h = shape.num_agents, shape.hidden
-        self.key, self.key_bias = _layer(A, shape.key_size, h)
-        self.value, self.value_bias = _layer(A, shape.value_size, h)
+        self.key, self.key_bias = stacked_layer(A, shape.key_size, h)
+        self.value, self.value_bias = stacked_layer(A, shape.value_size, h)
         self.table = nn.Parameter(torch.randn(A, shape.num_positions, _POSITION_SIZE))
-        self.first, self.first_bias = _layer(A, 2 * h + _POSITION_SIZE, h)
-        self.second, self.second_bias = _layer(A, h, h)
-        self.last, _ = _layer(A, h, 1)
-        self.norms = nn.ParameterDict({name: _norm(A, h) for name in ("key", "value", "first", "second")})
-        self.norms["place"] = _norm(A, _POSITION_SIZE)
+        self.first, self.first_bias = stacked_layer(A, 2 * h + _POSITION_SIZE, h)
+        self.second, self.second_bias = stacked_layer(A, h, h)
+        self.last, _ = stacked_layer(A, h, 1)
+        self.norms = nn.ParameterDict({name: stacked_norm(A, h) for name in ("key", "value", "first", "second")})
+        self.norms["place"] = stacked_norm(A, _POSITION_SIZE)
 
     def forward(
         self,
@@ -167,12 +166,12 @@ class Paper(Agents):
             return layer_norm(x, x.shape[-1:]) * gain + shift
 
         with torch.autocast(keys.device.type, enabled=False):
-            key = norm("key", _linear(keys.to(dtype), self.key[rows], self.key_bias[rows]))
-            value = norm("value", _linear(values.to(dtype), self.value[rows], self.value_bias[rows]))
+            key = norm("key", linear(keys.to(dtype), self.key[rows], self.key_bias[rows]))
+            value = norm("value", linear(values.to(dtype), self.value[rows], self.value_bias[rows]))
             place = norm("place", self._embedded(positions, rows).to(dtype))
             seen = torch.cat([key, value, place], dim=-1)
-            hidden = silu(norm("first", _linear(seen, self.first[rows], self.first_bias[rows])))
-            hidden = silu(norm("second", _linear(hidden, self.second[rows], self.second_bias[rows])))
+            hidden = silu(norm("first", linear(seen, self.first[rows], self.first_bias[rows])))
+            hidden = silu(norm("second", linear(hidden, self.second[rows], self.second_bias[rows])))
             return _score(hidden, self.last[rows])
 
     def _embedded(self, positions: Tensor, rows: slice) -> Tensor:
@@ -186,9 +185,7 @@ ARCHITECTURES: dict[str, type[Agents]] = {"compact": Compact, "paper": Paper}
 
 def make_agents(shape: AgentShape, seed: int = 0) -> Agents:
     """Untrained agents, the same for the same seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return ARCHITECTURES[shape.architecture](shape)
+    return make_stack(lambda: ARCHITECTURES[shape.architecture](shape), seed)
 
 
 def load_agents(shape: AgentShape, tensors: Mapping[str, Tensor]) -> Agents:
@@ -197,34 +194,13 @@ def load_agents(shape: AgentShape, tensors: Mapping[str, Tensor]) -> Agents:
     Raises:
         ValueError: where the tensors do not belong to that shape.
     """
-    with torch.device("meta"):
-        agents = ARCHITECTURES[shape.architecture](shape)
-    try:
-        agents.load_state_dict(dict(tensors), assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"these weights are not those of {shape}: {error}") from error
-    return agents.requires_grad_(False)
+    return stacks_from(lambda: ARCHITECTURES[shape.architecture](shape), tensors, shape)
 
 
 def _places(positions: Int[Tensor, "*B A N"], lengths: Int[Tensor, "*B"], recent: int) -> Float[Tensor, "*B A N 3"]:
     n, p = lengths[..., None, None].float(), positions.clamp(min=0).float()
     to_end = (n - 1 - p).clamp(min=recent)
     return torch.stack([p / n, to_end.log1p() / _LOG_SCALE, p.log1p() / _LOG_SCALE], dim=-1)
-
-
-def _layer(num_agents: int, size: int, hidden: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weight `[A, size, hidden]` and bias `[A, 1, hidden]`."""
-    weight = torch.randn(num_agents, size, hidden) / math.sqrt(size)
-    return nn.Parameter(weight), nn.Parameter(torch.zeros(num_agents, 1, hidden))
-
-
-def _norm(num_agents: int, size: int) -> nn.Parameter:
-    """Gain and shift of a normalised layer, `[A, 2, 1, size]`."""
-    return nn.Parameter(torch.stack([torch.ones(num_agents, 1, size), torch.zeros(num_agents, 1, size)], dim=1))
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.matmul(x, weight.to(x.dtype)) + bias.to(x.dtype)
 
 
 def _score(hidden: Tensor, weight: Tensor) -> Tensor:

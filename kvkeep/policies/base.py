@@ -182,6 +182,13 @@ class Policy(ABC):
         """Update the side arrays after every forward, whether or not something must go. Default: nothing."""
         return
 
+    def forget(self, seen: Observation) -> None:
+        """Undo in `slots.streams` what `track` did for the new tokens, which are about to be taken back.
+
+        They are the last slots, and nothing was evicted since they came. Default: nothing.
+        """
+        return
+
     def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"] | None:
         """Which of all tokens so far each new one would still find; None where that cannot be told beforehand.
 

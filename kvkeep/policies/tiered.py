@@ -109,6 +109,9 @@ class TieredPolicy(Policy):
     def track(self, seen: Observation) -> None:
         self.ranking.track(seen)
 
+    def forget(self, seen: Observation) -> None:
+        self.ranking.forget(seen)
+
     def revise(self, worth: Float[Tensor, "B H W"], seen: Observation) -> Float[Tensor, "B H W"]:
         return self.ranking.revise(worth, seen)
 

@@ -1,0 +1,191 @@
+"""KVpop: each token is scored once, as it leaves the recent window, and the least one goes (arXiv 2607.05061).
+
+B sequences, H KV heads, N slots, T new tokens, D size of a key, Dv of a value.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..budget import Budget
+from ..pool import Window, hold, static_priority
+from ..slots import EMPTY, Slots
+from .base import Observation
+from .files import PolicyFile
+from .learned import LearnedPolicy, Trained, policy_file
+from .scorers import Memory, Scorers, ScorerShape, load_scorers, make_scorers, memory_shapes
+
+_HELD, _LEVEL = "kvpop_held", "kvpop_level"
+_NEVER = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpop(LearnedPolicy):
+    """KVpop (arXiv 2607.05061): keep or drop by a score learned per head and read late; see docs/kvpop.md.
+
+    A small memory runs along with each head. When a token leaves the recent window of its weights (`window`), the
+    memory has heard the whole window behind it: then the token gets its one score. The effective score falls with age
+    at a learned rate, which leaves the order as it is, so what is stored beside the slot is one static priority.
+
+    Args:
+        weights: weights shipped with kvkeep ("smollm2"), a folder, or a hub id.
+        digest: checksum that the weights must have, if given.
+        trained: scorers at hand, in place of stored ones.
+
+    Raises:
+        ValueError: for unknown weights, or others than those of `digest`.
+    """
+
+    method: ClassVar[str] = "kvpop"
+    architecture: ClassVar[str] = "both"
+    side: ClassVar[tuple[str, ...]] = ("kvpop",)
+    chunk_free: ClassVar[bool] = True
+
+    @classmethod
+    def network_of(cls, file: PolicyFile) -> Trained[Scorers]:
+        return Trained(file, load_scorers(ScorerShape(**file.architecture), file.tensors))
+
+    @classmethod
+    def untrained_file(
+        cls, fingerprint: Mapping[str, Any], layers: Sequence[int], seed: int, **options: Any
+    ) -> PolicyFile:
+        size, num_agents = fingerprint["head size"], len(layers) * fingerprint["number of KV heads"]
+        options = {"key_size": size, "value_size": size, "num_agents": num_agents, **options}
+        shape = ScorerShape(**{"architecture": cls.architecture, "hidden": 16, "memory": 4, "window": 8, **options})
+        return scorers_file(make_scorers(shape, seed), fingerprint, layers, {"note": "not trained"})
+
+    @property
+    def shape(self) -> ScorerShape:
+        """Of the scorers; `shape.window` tokens are always kept."""
+        return ScorerShape(**self.file.architecture)
+
+    def streams(self, num_heads: int, group: int, head_size: int) -> dict[str, tuple[int, ...]]:
+        if not self.shape.reads_memory:
+            return {}
+        held, level = memory_shapes(self.shape)
+        return {_HELD: (num_heads, *held), _LEVEL: (num_heads, *level)}
+
+    def track(self, seen: Observation) -> None:
+        if seen.ahead:
+            # it will be taken back, and a memory does not forget again
+            return
+        slots, delay = seen.slots, self.shape.delay
+        places = seen.new_positions - delay
+        # judged are the new tokens themselves, or those that leave the window
+        index = _new_slots(seen) if delay == 0 else _slots_at(slots.positions, places, seen)
+        scorers: Scorers = self.trained.on(slots.keys.device)
+        rows = self.trained.rows(seen.layer, slots.keys.shape[1])
+        valid = seen.new_positions[:, :1] != EMPTY
+        with torch.no_grad():
+            new = scorers.tokens(seen.new_keys, seen.new_values, seen.new_positions)
+            asked = new if delay == 0 else scorers.tokens(*_tokens(slots, index), places)
+            scores, memory = scorers.judge(asked, new, _memory(slots), valid, rows)
+            priority = static_priority(scores, places, scorers.log_decay[rows])
+        slots.side("kvpop").scatter_(2, index, priority)
+        _keep(slots, memory)
+
+    def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"]:
+        # under limits that grow, what is held depends on when they did
+        assert seen.query_positions is not None
+        limit = int(limits[0])
+        if bool((limits != limit).any()):
+            raise ValueError("kvpop has a mask for a budget in tokens alone; give tokens, or read token by token")
+        recent = min(max(budget.recent, self.shape.window), limit - budget.sinks)
+        slots, (B, H, N) = seen.slots, seen.slots.positions.shape
+        scorers: Scorers = self.trained.on(slots.keys.device)
+        rows = self.trained.rows(seen.layer, H)
+        with torch.no_grad():
+            scores = scorers(slots.keys, slots.values, rows)
+            priority = static_priority(scores, slots.positions, scorers.log_decay[rows])
+        held = hold(priority.view(B * H, N), Window(budget.sinks, recent), limit - budget.sinks - recent)
+        return held.visible(seen.query_positions[0].long()).view(B, H, -1, N)
+
+    def forget(self, seen: Observation) -> None:
+        slots = seen.slots
+        if not self.shape.reads_memory:
+            return
+        if not bool((slots.occupied[:, 0].sum(-1) == seen.lengths).all()):
+            raise ValueError(
+                "tokens that were evicted are in the memory of kvpop, and it cannot be made without them to take newer "
+                "ones back; copy the cache before the tokens you may want to undo"
+            )
+        # what stays is taken in anew
+        left = slots.length - seen.num_new
+        scorers: Scorers = self.trained.on(slots.keys.device)
+        kept = (array[:, :, :left] for array in (slots.keys, slots.values, slots.positions))
+        tokens = scorers.tokens(*kept)
+        memory = scorers.blank(tokens.shape[:2], tokens.device)
+        if left:
+            rows = self.trained.rows(seen.layer, tokens.shape[1])
+            memory = scorers.judge(tokens, tokens, memory, slots.occupied[:, :1, :left], rows)[1]
+        _keep(slots, memory)
+
+    def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
+        recent = seen.slots.positions >= (seen.lengths - self.shape.window)[:, None, None]
+        return seen.slots.side("kvpop").masked_fill(recent, _NEVER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVpopMLP(KVpop):
+    """KVpop (arXiv 2607.05061) without a memory: the score of a token is read off its own key and value.
+
+    The arguments are those of `KVpop`.
+    """
+
+    method: ClassVar[str] = "kvpop_mlp"
+    architecture: ClassVar[str] = "mlp"
+
+
+def scorers_file(
+    scorers: Scorers, fingerprint: Mapping[str, Any], layers: Sequence[int], training: Mapping[str, Any]
+) -> PolicyFile:
+    """Scorers as they are stored."""
+    method = KVpop.method if scorers.shape.reads_memory else KVpopMLP.method
+    return policy_file(scorers, method, asdict(scorers.shape), fingerprint, layers, training)
+
+
+def _memory(slots: Slots) -> Memory | None:
+    return Memory(slots.streams[_HELD], slots.streams[_LEVEL]) if _HELD in slots.streams else None
+
+
+def _keep(slots: Slots, memory: Memory | None) -> None:
+    for name, array in zip((_HELD, _LEVEL), memory or (), strict=memory is not None):
+        slots.streams[name].copy_(array)
+
+
+def _tokens(slots: Slots, index: Int[Tensor, "B H T"]) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B H T Dv"]]:
+    """Keys and values of these slots."""
+    rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
+    place = (rows[:, None, None], heads[:, None], index)
+    return slots.keys[place], slots.values[place]
+
+
+def _new_slots(seen: Observation) -> Int[Tensor, "B H T"]:
+    if seen.new is not None:
+        return seen.new
+    first = seen.slots.length - seen.num_new
+    return torch.arange(first, seen.slots.length, device=seen.lengths.device).expand(seen.new_positions.shape)
+
+
+def _slots_at(positions: Int[Tensor, "B H N"], wanted: Int[Tensor, "B H T"], seen: Observation) -> Int[Tensor, "B H T"]:
+    """The slot of the token at each position that is wanted, T in a row; that of the newest token where there is none.
+
+    The newest token is in the recent window: what is written there is not read before it is written anew.
+    """
+    newest = _new_slots(seen)[..., -1:]
+    if seen.num_new == 1:
+        there = positions == wanted
+        return torch.where(there.any(-1, keepdim=True), there.byte().argmax(-1, keepdim=True), newest)
+    # a table from positions, counted from the first that is wanted, to slots; all others share its last place
+    known = wanted.masked_fill(seen.new_positions == EMPTY, torch.iinfo(wanted.dtype).max)
+    first = known.amin(-1, keepdim=True)
+    far = wanted.shape[-1]
+    within = (positions != EMPTY) & (positions >= first) & (positions - far < first)
+    table = newest.expand(-1, -1, far + 1).clone()
+    slot = torch.arange(positions.shape[-1], device=positions.device).expand(positions.shape)
+    table.scatter_(2, torch.where(within, positions - first, far).long(), torch.where(within, slot, newest))
+    return table.gather(2, torch.where(seen.new_positions == EMPTY, far, wanted - first).long())
