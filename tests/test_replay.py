@@ -182,6 +182,9 @@ def test_recall_is_the_share_of_the_teachers_tokens_that_are_kept(tmp_path):
     assert (streaming.metric, streaming.kept, oracle.value) == ("teacher_recall", 26, 1)
     # it keeps 18 to 29, six of them even; the teacher keeps the even ones from 6 to 28
     assert streaming.value == pytest.approx(6 / 12)
+    options = ["-p", "streaming", "-b", "26", "--recent", "10", "--metric", "teacher_recall", "--json"]
+    told = CliRunner().invoke(app, ["replay", str(tmp_path), *options])
+    assert json.loads(told.stdout.splitlines()[0])["metric"] == "teacher_recall", told.output
     with pytest.raises(ValueError, match="with a delay of 10 and recent is 16"):
         Replay(policies=["streaming"], budgets=[26], metric="teacher_recall").run(traces)
     with pytest.raises(ValueError, match="kept_future or teacher_recall"):

@@ -55,6 +55,7 @@ def replay(
         recent=recent,
         group=group,
         futures=futures,
+        metric=metric,
     )
     stamp = manifest(traces.index.model, dtype=traces.index.dtype)
     with steps_bar() as tell:
