@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from letters import save_tiny
+from folders import save_tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
