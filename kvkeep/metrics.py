@@ -89,8 +89,8 @@ class Rescues(NamedTuple):
 
     An episode is an unbroken run of events at which a token is not selected; it counts (`lasting`) once it has lasted
     `least` events, and is `rescued` if the token is selected again, after a wait of (events lasted - least + 1).
-    `decided` are those that were rescued within the limit or can no longer be, which leaves out those that the end of
-    the text cut off; `in_time` those rescued within it. `waits` is the sum of the waits of all rescued ones.
+    `decided` are those that were followed for `within` more events, so that none is left out for how it went on;
+    `in_time` are those of them that were rescued meanwhile. `waits` is the sum of the waits of all rescued ones.
     """
 
     lasting: Float[Tensor, "*X"]
@@ -115,6 +115,8 @@ class Revivals:
         self.least, self.within = least, within
         self._run: Tensor | None = None
         self._counts: dict[str, Tensor] = {}
+        # episodes that began to count at each of the last events, and how many of them were rescued since
+        self._followed: deque[tuple[Tensor, Tensor]] = deque()
 
     def add(self, selected: Bool[Tensor, "*X n"], eligible: Bool[Tensor, "*X n"]) -> None:
         """What is selected at the next event, of the tokens that may be; an episode cannot begin before that."""
@@ -123,17 +125,25 @@ class Revivals:
             run[..., : self._run.shape[-1]] = self._run
         waits = run - self.least + 1
         back = selected & (waits >= 1)
-        in_time = back & (waits <= self.within)
         self._run = torch.where(eligible & ~selected, run + 1, 0)
-        late = self._run == self.least + self.within
-        self._count("lasting", self._run == self.least)
-        self._count("rescued", back)
-        self._count("in_time", in_time)
-        self._count("decided", in_time | late)
-        self._count("waits", waits * back)
+        lasting = (self._run == self.least).sum(-1)
+        self._count("lasting", lasting)
+        self._count("rescued", back.sum(-1))
+        self._count("waits", (waits * back).sum(-1))
+        self._follow(lasting, tier_mass(back.float(), waits.clamp(0, self.within + 1) - 1, self.within + 1))
 
-    def _count(self, name: str, found: Tensor) -> None:
-        self._counts[name] = self._counts.get(name, 0) + found.sum(-1).float()
+    def _follow(self, lasting: Int[Tensor, "*X"], rescued: Float[Tensor, "*X w"]) -> None:
+        """Count what was followed long enough; `rescued` is by how long each had waited, those too late last."""
+        for wait, (_, so_far) in enumerate(reversed(self._followed)):
+            so_far.add_(rescued[..., wait])
+        over = len(self._followed) == self.within
+        done = self._followed.popleft() if over else (torch.zeros_like(lasting), torch.zeros_like(rescued[..., 0]))
+        self._count("decided", done[0])
+        self._count("in_time", done[1])
+        self._followed.append((lasting, torch.zeros_like(rescued[..., 0])))
+
+    def _count(self, name: str, found: Float[Tensor, "*X"] | Int[Tensor, "*X"]) -> None:
+        self._counts[name] = self._counts.get(name, 0) + found.float()
 
     @property
     def counts(self) -> Rescues:

@@ -90,13 +90,18 @@ class TieredLayer(KVLayer):
         super()._restore(undo)
         self._due_from = 0
 
+    def holdings(self) -> dict[str, Int[Tensor, "B H _"]]:
+        held = super().holdings()
+        coded = self._tiered.readable if held else None
+        if coded is None:
+            return held
+        starts = coded.positions.masked_fill(coded.side("dormant"), EMPTY)
+        return {**held, "quantized": self._known_codec.positions(starts).flatten(2)}
+
     @property
     def num_coded(self) -> float:
-        coded = None if self.slots is None else self._tiered.readable
-        if coded is None:
-            return 0.0
-        read = coded.occupied & ~coded.side("dormant")
-        return float(read.sum(-1).float().mean()) * self._tiers.window
+        quantized = self.holdings().get("quantized")
+        return 0.0 if quantized is None else float((quantized != EMPTY).sum(-1).float().mean())
 
     # routing
 

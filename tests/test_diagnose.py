@@ -190,6 +190,27 @@ def test_a_view_tells_where_every_token_was_at_every_event(tiny, tmp_path, monke
     assert np.isfinite(worth[:, :59]).all() and ((worth[:, 4:59] >= 0) & (worth[:, 4:59] <= 1)).all()
 
 
+# codes
+
+
+def test_what_codes_hold_is_missed_in_full_precision_alone(tiny, tmp_path):
+    rows = look(tiny, tmp_path, item(prompt=100), policies=["qevict", "h2o"], budgets=["30%"], views=1)
+    missed, in_full = value(rows, "qevict"), value(rows, "qevict", "future_missed_mass_full")
+    assert missed < value(rows, "h2o") and missed < in_full
+    [row] = [row for row in rows if (row.policy, row.metric) == ("qevict", "churn")]
+    assert row.extra["tiers"]["quantized"] == pytest.approx((in_full - missed), rel=0.3)
+    assert 0.5 < value(rows, "qevict", "q_score_cosine") <= 1
+    assert 0 < value(rows, "qevict", "q_score_recovered") <= 1
+    assert not [row for row in rows if row.policy == "h2o" and row.metric.startswith("q_score")]
+
+
+def test_codes_of_many_bits_see_what_the_full_cache_pays(tiny, tmp_path):
+    policies = ["qevict(bits=2)", "qevict(bits=8)"]
+    rows = look(tiny, tmp_path, item(prompt=100), policies=policies, budgets=["90%"])
+    coarse, fine = (value(rows, name, "q_score_cosine") for name in ("qevict", "qevict(bits=8)"))
+    assert coarse < fine and fine > 0.99
+
+
 # going on, and what is refused
 
 

@@ -19,7 +19,9 @@ def page(tiny, tmp_path_factory) -> Path:
     """The page of a small diagnosis of a text that would break a careless one."""
     out, tokenizer = tmp_path_factory.mktemp("page"), letter_tokenizer()
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
-    one = Item(source="text/<i>", split="test", name="1", token_ids=ids[:, :80], branches=[Branch(ids[:, 80:152])])
+    one = Item(
+        source="text/</script><!--<i>", split="test", name="1", token_ids=ids[:, :80], branches=[Branch(ids[:, 80:152])]
+    )
     settings = {"policies": ["tova"], "budgets": ["40%", 32], "events": Events(horizon=16), "views": 1}
     diagnose(tiny("llama"), tokenizer, [one], model_name="tiny <i>", out=out, **settings)
     return write_diagnosis(out)

@@ -17,8 +17,8 @@ PAGES = {
     str(page.relative_to(ROOT)): page.read_text() for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
 }
 # short enough to run; of the others the imports are
-RUN = ("README.md", "docs/quickstart.md", "docs/cache.md", "docs/policies.md", "docs/traces.md", "docs/diagnose.md")
-RUN = ("README.md", "docs/quickstart.md", "docs/cache.md", "docs/policies.md", "docs/qevict.md", "docs/traces.md")
+_RUN = ("quickstart", "cache", "policies", "qevict", "traces", "diagnose")
+RUN = ("README.md", *(f"docs/{page}.md" for page in _RUN))
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 

@@ -81,12 +81,14 @@ def rescues_by_hand(history: list[list[bool]], born: list[int], least: int, with
                 run += 1
                 continue
             if run >= least:
+                end = len(history) if event is None else event
+                wait, back = run - least + 1, event is not None
+                followed = end - wait + within < len(history)
                 lasting += 1
-                wait = run - least + 1
-                rescued += event is not None
-                waits += wait * (event is not None)
-                in_time += event is not None and wait <= within
-                decided += wait > within or event is not None
+                rescued += back
+                waits += wait * back
+                decided += followed
+                in_time += followed and back and wait <= within
             run = 0
     return lasting, rescued, decided, in_time, waits
 
@@ -118,6 +120,16 @@ def test_what_never_comes_back_has_no_rescue():
         revivals.add(torch.zeros(2, 3, 7).bool(), torch.ones(2, 3, 7).bool())
     counts = revivals.counts
     assert counts.lasting.eq(7).all() and counts.decided.eq(7).all() and counts.rescued.eq(0).all()
+
+
+def test_an_early_rescue_counts_only_if_others_had_the_same_time():
+    # out for two events, then back; the text ends one event later, before the limit of three
+    revivals = Revivals(least=2, within=3)
+    for selected in (False, False, True, True):
+        revivals.add(torch.tensor([selected]), torch.tensor([True]))
+    assert (int(revivals.counts.rescued), int(revivals.counts.decided), int(revivals.counts.in_time)) == (1, 0, 0)
+    revivals.add(torch.tensor([True]), torch.tensor([True]))
+    assert (int(revivals.counts.decided), int(revivals.counts.in_time)) == (1, 1)
 
 
 # scores through another tier's keys

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -105,6 +106,10 @@ def test_what_is_stored_takes_the_bytes_that_were_planned(tiny):
     names = story.cache.report().bytes_by_array
     assert names["coded.keys"] == coded.length * H * 8 * D * 2 // 8
     assert names["coded.key_scale"] == coded.length * H * D * 2
+    held = story.layer.holdings()
+    tokens_of = [set(held[tier][0, 0].tolist()) - {-1} for tier in ("full", "quantized")]
+    assert not tokens_of[0] & tokens_of[1]
+    assert len(tokens_of[1]) == 8 * len([w for w in story.windows(dormant=False) if w[1] == 0])
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -419,6 +424,11 @@ def test_the_kernel_reads_what_torch_reads(window, size, count, bits, num_querie
     for one, two in zip(ours.part, twin.part, strict=True):
         assert torch.where(some, one - two, 0).abs().max() < 1e-4
     assert torch.where(some, -torch.inf, ours.part.logsum).amax() < -1e37
+
+
+def test_the_kernel_leaves_small_numbers_alone():
+    kernel._kernel()
+    assert torch.full((9,), 1e-40).mul(1.0).gt(0).all() and sys.float_info.min / 2 > 0
 
 
 def test_without_a_kernel_torch_reads(monkeypatch):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MOST_QUERIES = 32
 
 _SOURCE = Path(__file__).with_name("coded.c")
-_FLAGS = ("-O3", "-march=native", "-ffast-math", "-fPIC", "-shared", "-std=gnu11")
+_COMPILE = ("-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11", "-c")
 
 
 class _Shape(ctypes.Structure):
@@ -95,13 +95,13 @@ def _kernel() -> Callable[..., int] | None:
         return None
     # a loaded library outlives its file
     with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
-        library = Path(folder) / "coded.so"
-        built = subprocess.run(
-            [compiler, *_FLAGS, str(_SOURCE), "-lm", "-o", str(library)], capture_output=True, text=True
-        )
-        if built.returncode:
-            logger.warning("codes are read without the kernel, which is slower; %s said: %s", compiler, built.stderr)
-            return None
+        unit, library = Path(folder) / "coded.o", Path(folder) / "coded.so"
+        # linked without -ffast-math, which would flush the whole process's small numbers to zero
+        for step in ((*_COMPILE, _SOURCE, "-o", unit), ("-shared", unit, "-lm", "-o", library)):
+            built = subprocess.run([compiler, *map(str, step)], capture_output=True, text=True)
+            if built.returncode:
+                logger.warning("codes are read by torch, which is slower; %s said: %s", compiler, built.stderr)
+                return None
         function = ctypes.CDLL(str(library)).read_coded
     function.argtypes = [_Shape] + [ctypes.c_void_p] * 14
     function.restype = ctypes.c_int

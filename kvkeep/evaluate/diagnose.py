@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +25,7 @@ from .. import __version__
 from ..budget import Budget
 from ..cache import KVCache
 from ..group import CacheGroup
-from ..metrics import FutureMass, Revivals, churn, heaviest, tier_mass
+from ..metrics import FutureMass, Revivals, churn, cosine, heaviest, recovered, tier_mass
 from ..model import attach, next_logits
 from ..policies import POLICIES, Observation, parse
 from ..recorder import Item
@@ -107,7 +107,8 @@ def diagnose(
 
     Returns:
         Rows of future_missed_mass (what neither tier holds), future_missed_mass_full (what full precision does not
-        hold), churn, lir, lir_in_time and time_to_revival, each over texts and layers.
+        hold), churn, lir, lir_in_time and time_to_revival, each over texts and layers; for policies with codes also
+        q_score_cosine and q_score_recovered, of attention seen through the codes against the full cache's.
 
     Raises:
         ValueError: before any work, for what cannot be measured, and an `out` with samples under other settings.
@@ -219,6 +220,8 @@ class _Session:
                 for mass, event in future.add(full.attention()):
                     for arm, tiers in self._with_oracles(event.tiers, mass).items():
                         accounts[arm].add(event.step, tiers, mass)
+                for account in accounts.values():
+                    account.compare(full)
                 if step % self.events.omega == 0:
                     future.mark(_Event(step, {arm: tiers_of(cache) for arm, cache in asked.items()}))
         for arm, cache in asked.items():
@@ -236,6 +239,8 @@ class _Session:
 
     def _member(self, arm: Arm, account: "_Account") -> KVCache:
         cache = arm.fresh_cache(self.model, self.seed)
+        if cache.policy.tiers is not None:
+            cache.plan.policy = watched(cache.policy, seen=account.look)
         if account.keeps_view:
             cache.plan.policy = watched(cache.policy, scored=account.hear)
         return cache
@@ -318,7 +323,11 @@ class _FullCache:
 
     def attention(self) -> Float[Tensor, "L H n"]:
         """Softmax of the newest token over all so far, mean over the query heads of each KV head."""
-        return torch.stack([self._received[layer.index] for layer in self.cache.managed])
+        return torch.stack([self.attention_of(layer.index) for layer in self.cache.managed])
+
+    def attention_of(self, layer: int) -> Float[Tensor, "H n"]:
+        """The same of one layer, by its index in the model."""
+        return self._received[layer]
 
 
 class _Account:
@@ -333,6 +342,10 @@ class _Account:
         self._of_layers: list[Tensor] = []
         self._of_heads: list[Tensor] = []
         self._churn: list[Tensor] = []
+        self._every = events.omega
+        # what the newest token sees through codes, by layer, and sums of how well that agrees with the truth
+        self._seen: dict[int, _Coded] = {}
+        self._agreement: dict[int, Tensor] = {}
         self._before: Tensor | None = None
         self._moves: list[_Moves] = []
         self._worth: dict[int, Tensor] = {}
@@ -364,6 +377,27 @@ class _Account:
         grown.scatter_(1, torch.where(positions < 0, length, positions).long(), worth[0])
         self._worth[seen.layer] = grown
 
+    def look(self, seen: Observation) -> None:
+        """Note what the newest token pays to windows held as codes, at an event."""
+        if seen.num_new == 1 and seen.coded is not None and int(seen.lengths[0]) % self._every == 0:
+            tokens = seen.coded.tokens()
+            mass = seen.coded.received()[0]
+            shape = (*mass.shape, -1)
+            at = tokens.positions[0].view(shape)
+            self._seen[seen.layer] = _Coded(at, mass, tokens.read[0].view(shape)[..., 0])
+
+    def compare(self, full: "_FullCache") -> None:
+        """Hold what was noted against what the full cache's newest token pays to the same windows."""
+        for layer, (at, mass, read) in self._seen.items():
+            true = full.attention_of(layer)
+            true = true.gather(1, at.clamp(min=0).flatten(1).long()).view(at.shape).mean(-1)
+            found = torch.stack([cosine(mass, true, read), recovered(mass, true, read)])
+            known = ~found.isnan()
+            # cosine, share recovered, and heads in which there was something to compare
+            sums = torch.cat([found.nan_to_num().sum(1), known[:1].sum(1)])
+            self._agreement[layer] = self._agreement.get(layer, 0) + sums
+        self._seen.clear()
+
     def record(self) -> dict[str, Any]:
         """The measured part of a sample."""
         layers, heads = torch.stack(self._of_layers), torch.stack(self._of_heads)
@@ -378,6 +412,7 @@ class _Account:
                 "missed_full": (layers[..., _GONE] + layers[..., _QUANTIZED]).mean(0).tolist(),
                 "churn": churned.mean((0, 2)).tolist(),
                 **{name: found.tolist() for name, found in counts.items()},
+                **self._agreements(layers.shape[1]),
             },
             "heads": {"missed": _rounded(heads[..., _GONE].mean(0)), "churn": _rounded(churned.mean(0))},
             "tiers": dict(zip(TIERS, layers.mean((0, 1)).tolist(), strict=True)),
@@ -388,6 +423,11 @@ class _Account:
                 "churn": [0.0, *_rounded(churned.mean((1, 2)))][: len(self._steps)],
             },
         }
+
+    def _agreements(self, num_layers: int) -> dict[str, list[float]]:
+        """Sums of cosines and shares recovered over events and heads, and how many those are, by layer."""
+        sums = [self._agreement[layer] for layer in sorted(self._agreement)] or [torch.zeros(3)] * num_layers
+        return dict(zip(("cosine", "recovered", "compared"), torch.stack(sums).T.tolist(), strict=True))
 
     def view(self) -> dict[str, Any]:
         """Every token's fate in every head, packed: see `docs/diagnose.md`."""
@@ -410,6 +450,14 @@ class _Account:
             "tier": _packed(moves.tier[order].to(torch.uint8)),
             "worth": _packed(torch.stack(padded).float()) if padded else "",
         }
+
+
+class _Coded(NamedTuple):
+    """Windows held as codes in one layer: positions of their tokens, what each gets, and whether codes are read."""
+
+    positions: Int[Tensor, "H W w"]
+    mass: Float[Tensor, "H W"]
+    read: Bool[Tensor, "H W"]
 
 
 class _Moves(NamedTuple):
@@ -461,6 +509,8 @@ METRICS = (
     Metric("lir", "rescued", "lasting"),
     Metric("lir_in_time", "in_time", "decided"),
     Metric("time_to_revival", "waits", "rescued"),
+    Metric("q_score_cosine", "cosine", "compared"),
+    Metric("q_score_recovered", "recovered", "compared"),
 )
 
 

@@ -20,6 +20,8 @@ _COLUMNS = (
     ("lir", "rescued %", True),
     ("lir_in_time", "rescued in time %", True),
     ("time_to_revival", "events to revival", False),
+    ("q_score_cosine", "cosine through codes", False),
+    ("q_score_recovered", "attention through codes %", True),
 )
 _CURVES = ("missed", "missed_full", "churn")
 
@@ -55,16 +57,18 @@ def render(rows: Sequence[Row], samples: Sequence[Mapping[str, Any]], views: Seq
     folder = files("kvkeep.report")
     style = folder.joinpath("page.html").read_text("utf-8").split("<style>")[1].split("</style>")[0]
     arms = grouped(rows, lambda row: Arm(row.policy, row.budget))
+    measured = {row.metric for row in rows}
+    columns = [column for column in _COLUMNS if column[0] in measured]
     told = grouped(samples, lambda sample: Arm(sample["policy"], sample["budget"]))
     shown = sorted(views, key=lambda view: list(told).index(Arm(view["policy"], view["budget"])))
     data = {"arms": [_arm(*found) for found in told.items()], "views": shown}
-    table = [(arm, _cells(found)) for arm, found in arms.items()]
+    table = [(arm, _cells(found, columns)) for arm, found in arms.items()]
     return environment.from_string(folder.joinpath("diagnosis.html").read_text("utf-8")).render(
         # our own files, and what cannot end its element
         style=Markup(style),
         script=Markup(folder.joinpath("diagnosis.js").read_text("utf-8")),
         data=Markup(_embedded(data)),
-        headings=[heading for _, heading, _ in _COLUMNS],
+        headings=[heading for _, heading, _ in columns],
         budgets=grouped(table, lambda line: line[0].budget),
         first=rows[0],
         has_views=bool(views),
@@ -77,9 +81,9 @@ def _embedded(value: Any) -> str:
     return json.dumps(value, allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _cells(rows: Sequence[Row]) -> list[_Cell]:
+def _cells(rows: Sequence[Row], columns: Sequence[tuple[str, str, bool]]) -> list[_Cell]:
     known = {row.metric: row for row in rows}
-    return [_cell(known.get(metric), is_share) for metric, _, is_share in _COLUMNS]
+    return [_cell(known.get(metric), is_share) for metric, _, is_share in columns]
 
 
 def _cell(row: Row | None, is_share: bool) -> _Cell:
