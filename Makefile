@@ -4,7 +4,7 @@ PYTHON ?= python3
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 
-# One thread: with more, timings on a busy machine explode.
+# One thread a process, and a process a core: with more, timings on a busy machine explode.
 TEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .PHONY: demo test test-519 lint
@@ -14,13 +14,13 @@ demo: .venv/installed
 
 test: .venv/installed-dev
 	@echo "test: the fast suite, transformers 5.24"
-	@$(TEST) .venv/bin/python -m pytest -q
+	@$(TEST) .venv/bin/python -m pytest -q -n auto --dist worksteal
 	@for example in $(wildcard examples/*.py); do \
 		echo "test: $$example"; $(TEST) .venv/bin/python $$example > /dev/null || exit 1; done
 
 test-519: .venv-5.19/installed-dev
 	@echo "test-519: the fast suite, transformers 5.19"
-	@$(TEST) .venv-5.19/bin/python -m pytest -q
+	@$(TEST) .venv-5.19/bin/python -m pytest -q -n auto --dist worksteal
 
 lint: .venv/installed-dev
 	@echo "lint: ruff check"; .venv/bin/ruff check -q
