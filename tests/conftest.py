@@ -84,10 +84,10 @@ def tiny() -> Callable[..., "PreTrainedModel"]:
 
 @pytest.fixture(scope="session")
 def embedded() -> "Loaded":
-    """The embedded model and its tokenizer, in bf16 as stored."""
+    """The embedded model and its tokenizer, in bf16 as stored, or in fp32 where bf16 would take far longer."""
     from kvkeep.models import load
 
-    return load("smollm2")
+    return load("smollm2", dtype="fast")
 
 
 @pytest.fixture(scope="session")

@@ -225,7 +225,8 @@ def test_the_key_names_source_split_and_number_and_changes_with_any_token():
     assert len({item.key, *(other.key for other in others)}) == 5
 
 
-def test_a_16_bit_model_is_recorded_as_it_computes(embedded):
+def test_a_16_bit_model_is_recorded_as_it_computes():
+    embedded = kvkeep.load("smollm2", dtype="bfloat16")
     ids = embedded.tokenizer("The river runs past the mill and the " * 5, return_tensors="pt").input_ids
     item = Item(source="text", split="train", name="0", token_ids=ids, branches=[Branch(ids[:, :0], 4)])
     trace = Recorder(embedded.model, layers=[0, 29]).record(item)

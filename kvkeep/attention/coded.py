@@ -45,7 +45,9 @@ def read_coded(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, sc
     if kernel.serves(queries):
         output, logsum, logits = kernel.run(queries, coded, codec, scale)
         return CodedPart(Part(output, logsum), logits)
-    return read_blocks(queries, coded, codec, scale)
+    # an autocast around the model must not round parts that are merged
+    with torch.autocast(queries.device.type, enabled=False):
+        return read_blocks(queries, coded, codec, scale)
 
 
 def read_blocks(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, scale: float) -> CodedPart:
@@ -101,7 +103,8 @@ class CodedAttention:
         """What `AttentionMass.received` says of slots, of the windows: the mean over their tokens."""
         asked = (last, power, decay)
         if asked not in self._known:
-            self._known[asked] = self._sum(query_weights(self._query_positions, last, decay=decay), power)
+            with torch.autocast(self._packed.device.type, enabled=False):
+                self._known[asked] = self._sum(query_weights(self._query_positions, last, decay=decay), power)
         return self._known[asked]
 
     def tokens(self) -> CodedTokens:

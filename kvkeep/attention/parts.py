@@ -26,8 +26,10 @@ def attend_part(
 ) -> Part:
     """Attention in fp32 (or in the queries' fp64) over the slots that are not hidden."""
     dtype = torch.promote_types(queries.dtype, torch.float32)
-    logits = hide((queries.to(dtype) * scale) @ keys.to(dtype).mT, hidden)
-    return Part(logits.softmax(-1) @ values.to(dtype), logits.logsumexp(-1, keepdim=True))
+    # an autocast around the model must not round parts that are merged
+    with torch.autocast(queries.device.type, enabled=False):
+        logits = hide((queries.to(dtype) * scale) @ keys.to(dtype).mT, hidden)
+        return Part(logits.softmax(-1) @ values.to(dtype), logits.logsumexp(-1, keepdim=True))
 
 
 def hide(logits: Tensor, hidden: Bool[Tensor, "..."] | None) -> Tensor:
