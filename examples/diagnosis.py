@@ -9,7 +9,7 @@ from kvkeep.evaluate.diagnose import Events, diagnose
 
 NOTE = "In {year} the keeper counted {ships} ships, and wrote the name of each into a long book. "
 
-model, tokenizer = kvkeep.load("smollm2")
+model, tokenizer = kvkeep.load("smollm2", dtype="fast")
 with TemporaryDirectory() as folder:
     text = Path(folder) / "note.txt"
     text.write_text("".join(NOTE.format(year=1850 + i, ships=7 * i % 31) for i in range(60)))

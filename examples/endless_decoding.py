@@ -5,7 +5,7 @@ import torch
 import kvkeep
 from kvkeep.chat import prompt_ids
 
-model, tokenizer = kvkeep.load("smollm2")
+model, tokenizer = kvkeep.load("smollm2", dtype="fast")
 prompt = prompt_ids(tokenizer, "The password is Juniper. Now count slowly from one to one hundred, in words.", "")
 
 cache = kvkeep.KVCache(model, policy="kvpop", budget=160)

@@ -6,7 +6,7 @@ import kvkeep
 from kvkeep.chat import prompt_ids
 from kvkeep.policies import KVP
 
-model, tokenizer = kvkeep.load("smollm2")
+model, tokenizer = kvkeep.load("smollm2", dtype="fast")
 log = " ".join(f"On day {day} the keeper of the lighthouse counted {day * 7 % 30} ships." for day in range(1, 41))
 prompt = prompt_ids(tokenizer, f"{log} The keeper's cat is called Juniper. {log}", "What is the keeper's cat called?")
 

@@ -2,7 +2,7 @@
 
 import kvkeep
 
-model, tokenizer = kvkeep.load("smollm2")
+model, tokenizer = kvkeep.load("smollm2", dtype="fast")
 notes = " ".join(f"On day {day} the keeper of the lighthouse counted {day * 7 % 30} ships." for day in range(1, 31))
 text = f"The code that opens the gate is 73 91 58 26. {notes} The code that opens the gate is"
 prompt = tokenizer(text, return_tensors="pt")["input_ids"]

@@ -8,7 +8,7 @@ from copy import deepcopy
 import kvkeep
 from kvkeep.chat import prompt_ids
 
-model, tokenizer = kvkeep.load("smollm2")
+model, tokenizer = kvkeep.load("smollm2", dtype="fast")
 log = " ".join(f"On day {day} the keeper of the lighthouse counted {day * 7 % 30} ships." for day in range(1, 61))
 questions = ["What did the keeper count?", "Where does the keeper work?", "How many ships came on day 60?"]
 prompts = [prompt_ids(tokenizer, log, question) for question in questions]

@@ -18,7 +18,7 @@ class LargeValues(kvkeep.Policy):
         return seen.slots.values.float().norm(dim=-1)
 
 
-model, tokenizer = kvkeep.load("smollm2")
+model, tokenizer = kvkeep.load("smollm2", dtype="fast")
 log = " ".join(f"On day {day} the keeper of the lighthouse counted {day * 7 % 30} ships." for day in range(1, 61))
 prompt = prompt_ids(tokenizer, log, "What did the keeper count?")
 

@@ -5,7 +5,7 @@ Before transformers 5.24 the argument is called past_key_values; kvkeep.generate
 
 import kvkeep
 
-model, tokenizer = kvkeep.load("smollm2")
+model, tokenizer = kvkeep.load("smollm2", dtype="fast")
 log = " ".join(f"On day {day} the keeper of the lighthouse counted {day * 7 % 30} ships." for day in range(1, 61))
 chat = [{"role": "user", "content": f"{log}\n\nWhat did the keeper count?"}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -4,7 +4,7 @@ import torch
 
 import kvkeep
 
-model, tokenizer = kvkeep.load("smollm2")
+model, tokenizer = kvkeep.load("smollm2", dtype="fast")
 cache = kvkeep.KVCache(model, policy="tova", budget=256)
 log = " ".join(f"On day {day} the keeper of the lighthouse counted {day * 7 % 30} ships." for day in range(1, 41))
 
