@@ -15,8 +15,8 @@ demo: .venv/installed
 test: .venv/installed-dev
 	@echo "test: the fast suite, transformers 5.24"
 	@$(TEST) .venv/bin/python -m pytest -q -n auto --dist worksteal
-	@for example in $(wildcard examples/*.py); do \
-		echo "test: $$example"; $(TEST) .venv/bin/python $$example > /dev/null || exit 1; done
+	@echo "test: the examples"
+	@$(TEST) .venv/bin/python -m pytest -q -n auto --dist worksteal -m slow tests/test_examples.py
 
 test-519: .venv-5.19/installed-dev
 	@echo "test-519: the fast suite, transformers 5.19"

@@ -22,7 +22,7 @@ def test_an_example_opens_with_a_sentence_and_stays_short(name):
     assert len(text.splitlines()) <= 40
 
 
-# `make test` runs each of them too, so the fast suite leaves them out
+# `make test` asks for them after the fast suite, and on one version of transformers
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name, tmp_path, embedded):
