@@ -3,6 +3,8 @@
 A agents, B sequences, n tokens, D head size.
 """
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -147,6 +149,17 @@ def test_some_agents_say_what_they_say_among_all():
     few, held = made.judge(x[:, some], x[:, some], made.blank((2, 2)), rows=some)
     torch.testing.assert_close(few, every[:, some])
     torch.testing.assert_close(held.held, memory.held[:, some])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_frozen_scorers_say_the_same_and_go_to_a_device_as_a_whole(architecture):
+    made, x = scorers(architecture), sequence(9)
+    expected = whole(made, x), made.log_decay
+    made.freeze()
+    assert torch.allclose(whole(made, x), expected[0], atol=1e-6) and torch.equal(made.log_decay, expected[1])
+    moved = copy.deepcopy(made).to("meta")
+    assert moved(*(part.to("meta") for part in (x[0, ..., :D], x[0, ..., D:]))).device.type == "meta"
+    assert moved.log_decay.device.type == "meta"
 
 
 def test_16_bit_keys_are_read_in_fp32():

@@ -96,6 +96,9 @@ class Scorers(nn.Module):
     centre: Tensor
     spread: Tensor
     frequencies: Tensor
+    folded: Tensor | None
+    folded_bias: Tensor | None
+    decay: Tensor | None
 
     def __init__(self, shape: ScorerShape):
         super().__init__()
@@ -111,8 +114,9 @@ class Scorers(nn.Module):
         self.register_buffer("spread", torch.ones(shape.num_agents, 1, size))
         self.first, self.first_bias = stacked_layer(shape.num_agents, size, width)
         self.last, _ = stacked_layer(shape.num_agents, hidden + memory, 1)
-        # worked out once where nothing is learned any more
-        self._folded: tuple[Tensor, Tensor] | None = None
+        # worked out once where nothing is learned any more; buffers, so that they go where the weights go
+        for name in ("folded", "folded_bias", "decay"):
+            self.register_buffer(name, None, persistent=False)
         self.age = nn.Parameter(torch.zeros(shape.num_agents, 1))
         if memory:
             self.norm = stacked_norm(shape.num_agents, memory)
@@ -122,6 +126,8 @@ class Scorers(nn.Module):
     @property
     def log_decay(self) -> Float[Tensor, "A 1"]:
         """Logarithm of the factor by which a token's worth falls with each step."""
+        if self.decay is not None:
+            return self.decay
         slowest, fastest = (torch.tensor(rate, dtype=torch.float64).log().item() for rate in (SLOWEST, FASTEST))
         return fastest + self.age.sigmoid() * (slowest - fastest)
 
@@ -190,10 +196,14 @@ class Scorers(nn.Module):
 
     def freeze(self) -> None:
         """Learn no more, and be quicker for it."""
-        self._folded = self.requires_grad_(False)._fold()
+        self.requires_grad_(False)
+        self.folded, self.folded_bias = self._fold()
+        self.decay = self.log_decay
 
     def _read(self, x: Float[Tensor, "*B A T F"], rows: slice, columns: slice = EVERY) -> Float[Tensor, "*B A T C"]:
-        weight, bias = self._folded if self._folded is not None else self._fold()
+        weight, bias = self.folded, self.folded_bias
+        if weight is None or bias is None:
+            weight, bias = self._fold()
         return linear(x.float(), weight[rows, :, columns], bias[rows, :, columns])
 
     def _fold(self) -> tuple[Tensor, Tensor]:
