@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from .console import names, note, out, print_rows, quiet_transformers, steps_bar
+from .console import names, quiet_transformers, show_rows, steps_bar
 from .evaluate import all_of
 from .options import Budgets, Device, Dtype, Json, Model, Policies, Texts
+from .texts import texts_of
 
 
 def agreement(
@@ -54,10 +55,9 @@ def agreement(
     `kvkeep report agreement/rows.jsonl`
     """
     from kvkeep import load
-    from kvkeep.corpus import Reading, harvest
+    from kvkeep.corpus import Reading
     from kvkeep.evaluate.agreement import agreement as run
     from kvkeep.evaluate.run import policies_for
-    from kvkeep.report import print_table
 
     with quiet_transformers():
         loaded = load(model, dtype=dtype, device=device)
@@ -72,14 +72,11 @@ def agreement(
             least_future=min(tokens, least_tokens),
             seed=seed,
         )
-        found = [harvest(source, reading) for source in data]
-        for harvested in found:
-            if harvested.note:
-                note(harvested.note)
+        items = texts_of(data, reading)
         with steps_bar() as tell:
             rows = run(
                 *loaded,
-                [item for harvested in found for item in harvested.items],
+                items,
                 model_name=model,
                 policies=all_of(policies, policies_for(loaded.model)),
                 budgets=names(budgets),
@@ -90,8 +87,4 @@ def agreement(
                 by_source=by_source,
                 progress=tell,
             )
-    if as_json:
-        print_rows(rows)
-        return
-    print_table(rows, out)
-    note(f"written: {folder / 'rows.jsonl'}")
+    show_rows(rows, folder / "rows.jsonl", as_json)

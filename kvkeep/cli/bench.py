@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import names, note, numbers, out, print_rows, quiet_transformers, steps_bar
+from .console import names, numbers, quiet_transformers, show_rows, steps_bar
 from .options import BatchSizes, Budgets, Device, Dtype, Json, Lengths, Model, Policy
 
 
@@ -40,7 +40,6 @@ def bench(
     from kvkeep import load
     from kvkeep.evaluate.rows import write_rows
     from kvkeep.evaluate.speed import bench as measure
-    from kvkeep.report import print_table
 
     with quiet_transformers():
         loaded = load(model, dtype=dtype, device=device)
@@ -60,9 +59,4 @@ def bench(
             )
     if file is not None:
         write_rows(file, rows)
-    if as_json:
-        print_rows(rows)
-        return
-    print_table(rows, out)
-    if file is not None:
-        note(f"written: {file}")
+    show_rows(rows, file, as_json)

@@ -5,7 +5,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +116,18 @@ def print_rows(rows: Iterable["Row"]) -> None:
     """Measured rows on stdout, as in rows.jsonl."""
     for row in rows:
         typer.echo(row.to_json())
+
+
+def show_rows(rows: Sequence["Row"], written: Path | None, as_json: bool) -> None:
+    """Measured rows as a table, and where they were written to; or as JSON alone."""
+    from kvkeep.report import print_table
+
+    if as_json:
+        print_rows(rows)
+        return
+    print_table(rows, out)
+    if written is not None:
+        note(f"written: {written}")
 
 
 def read_text(source: str) -> str:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from .console import names, note, out, print_rows, quiet_transformers, steps_bar
+from .console import names, quiet_transformers, show_rows, steps_bar
 from .evaluate import all_of
 from .options import Budgets, Device, Dtype, Json, Model, Policies, Texts
+from .texts import texts_of
 
 
 def diagnose(
@@ -46,11 +47,11 @@ def diagnose(
     `kvkeep diagnose --data chat:trees.jsonl --policy h2o --budget 128 --texts 2 --tokens 256`
     """
     from kvkeep import load
-    from kvkeep.corpus import Reading, harvest
+    from kvkeep.corpus import Reading
     from kvkeep.evaluate.diagnose import Events
     from kvkeep.evaluate.diagnose import diagnose as run
     from kvkeep.evaluate.run import policies_for
-    from kvkeep.report import print_table, write_diagnosis
+    from kvkeep.report import write_diagnosis
 
     with quiet_transformers():
         loaded = load(model, dtype=dtype, device=device)
@@ -64,14 +65,11 @@ def diagnose(
             least_future=min(tokens, least_tokens),
             seed=seed,
         )
-        found = [harvest(source, reading) for source in data]
-        for harvested in found:
-            if harvested.note:
-                note(harvested.note)
+        items = texts_of(data, reading)
         with steps_bar() as tell:
             rows = run(
                 *loaded,
-                [item for harvested in found for item in harvested.items],
+                items,
                 model_name=model,
                 policies=all_of(policies, policies_for(loaded.model)),
                 budgets=names(budgets),
@@ -82,8 +80,4 @@ def diagnose(
                 progress=tell,
             )
     page = write_diagnosis(folder)
-    if as_json:
-        print_rows(rows)
-        return
-    print_table(rows, out)
-    note(f"written: {page}")
+    show_rows(rows, page, as_json)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import names, note, numbers, out, print_rows, quiet_transformers, steps_bar
+from .console import names, numbers, quiet_transformers, show_rows, steps_bar
 from .options import (
     Budgets,
     Data,
@@ -66,7 +66,6 @@ def evaluate(
     from kvkeep.evaluate.run import evaluate as run
     from kvkeep.evaluate.run import policies_for
     from kvkeep.evaluate.tasks import TASKS
-    from kvkeep.report import print_table
 
     settings: dict[str, Any] = {
         "tasks": all_of(tasks, list(TASKS)),
@@ -93,11 +92,7 @@ def evaluate(
                         *loaded, model_name=model, length=length, question=question.value, progress=tell, **settings
                     )
             rows += of_model
-    if as_json:
-        print_rows(rows)
-        return
-    print_table(rows, out)
-    note(f"written: {folder / 'rows.jsonl'}")
+    show_rows(rows, folder / "rows.jsonl", as_json)
 
 
 def all_of(values: list[str], known: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .console import names, note, out, print_rows, steps_bar
+from .console import names, show_rows, steps_bar
 from .options import Budgets, Json, Policies, Sources
 
 
@@ -43,7 +43,6 @@ def replay(
     """
     from kvkeep.evaluate.replay import Replay, answerable
     from kvkeep.evaluate.rows import manifest, write_rows
-    from kvkeep.report import print_table
     from kvkeep.trace import Traces
 
     traces = Traces(folder, split=split, source=tuple(names(sources)) or "")
@@ -62,9 +61,4 @@ def replay(
         rows = replayed.run(traces, stamp=stamp, by_source=by_source, progress=tell)
     if file is not None:
         write_rows(file, rows)
-    if as_json:
-        print_rows(rows)
-        return
-    print_table(rows, out)
-    if file is not None:
-        note(f"written: {file}")
+    show_rows(rows, file, as_json)
