@@ -6,12 +6,9 @@ A text is fed as it is, so that every cache predicts the same tokens and none fo
 read once for all policies and budgets; then all of them read on as one batch, evicting after every token.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -22,15 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .. import __version__
 from ..cache import KVCache
-from ..group import CacheGroup
 from ..model import attach, cache_argument, next_logits
 from ..recorder import Item
-from .answers import answer_together, read_prompt, stock_bytes
+from .answers import answer_together, sizes_of
 from .masked import MaskedCache, refuse_unmasked
-from .rows import Row, SampleLog, bootstrap, manifest, write_rows
-from .run import FULL, Arm, Progress, arms_of, end_tokens, output_folder, refuse_other_settings, weights_digest
+from .rows import Row, bootstrap, write_rows
+from .run import FULL, Arm, Progress, arms_of, end_tokens
+from .texts import TextSession, begin, fed
 
 ALL = "all"
 # tokens behind the prompt whose numbers a sample holds as one
@@ -134,30 +130,16 @@ def agreement(
         model=model, tokenizer=tokenizer, arms=arms_of(policies, budgets), chunk=chunk, masked=masked, seed=seed
     )
     session.check()
-    with SampleLog(output_folder(out) / "samples.jsonl") as log:
-        refuse_other_settings(log, model_name, session.settings)
-        for place, item in enumerate(items):
-            progress(place, len(items), item.source)
-            session.finish(log, item, model_name)
-        progress(len(items), len(items), "")
-        stamp = manifest(model_name, dtype=str(model.dtype), device=str(model.device), command=command)
-        keys = {session.key(model_name, item, arm) for item in items for arm in session.arms}
-        records = [record for record in log.records if record["key"] in keys]
-        rows = rows_of(records, stamp=stamp, by_source=by_source)
-        write_rows(out / "rows.jsonl", rows)
+    measured = session.run(items, out, model_name=model_name, progress=progress, command=command)
+    rows = rows_of(measured.records, stamp=measured.stamp, by_source=by_source)
+    write_rows(out / "rows.jsonl", rows)
     return rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Session:
-    """One model that reads texts under every arm."""
-
-    model: PreTrainedModel
-    tokenizer: Any
-    arms: Sequence[Arm]
+class _Session(TextSession):
     chunk: int
     masked: bool
-    seed: int
 
     def check(self) -> None:
         for arm in self.arms:
@@ -165,34 +147,12 @@ class _Session:
             if self.masked:
                 refuse_unmasked(cache)
 
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """All that a number depends on and rows do not name."""
-        return {
-            "chunk": self.chunk,
-            "masked": self.masked,
-            "seed": self.seed,
-            "weights": weights_digest(self.model, self.tokenizer),
-            "kvkeep": __version__,
-        }
-
-    def key(self, model_name: str, item: Item, arm: Arm) -> str:
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:12]
-        return "/".join([model_name, item.key, *arm, digest])
-
-    def finish(self, log: SampleLog, item: Item, model_name: str) -> None:
-        """Read one text under the arms that the log does not have yet, and save each."""
-        missing = [arm for arm in self.arms if not log.done(self.key(model_name, item, arm))]
-        if not missing:
-            return
-        naming = {"model": model_name, "task": item.source, "split": item.split, "index": item.name, "seed": self.seed}
-        for arm, record in self._read(item, missing).items():
-            key = self.key(model_name, item, arm)
-            log.append({"key": key, **naming, **arm._asdict(), **record, "settings": self.settings})
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"chunk": self.chunk, "masked": self.masked}
 
     @torch.inference_mode()
-    def _read(self, item: Item, arms: Sequence[Arm]) -> dict[Arm, dict[str, Any]]:
-        """What a text shows of each arm: the measured part of a record."""
+    def read(self, item: Item, arms: Sequence[Arm], place: int) -> list[tuple[Arm, dict[str, Any]]]:
         prompt, text = item.token_ids.to(self.model.device), self._text(item)
         caches = {arm: arm.fresh_cache(self.model, self.seed) for arm in arms if arm.policy != FULL}
         full = KVCache(self.model)
@@ -207,10 +167,14 @@ class _Session:
         with attach(self.model):
             blocks = _summed(readings, text[0].tolist())
         texts = {"prompt_tokens": item.num_tokens, "extra": {"tokens": text.shape[1]}}
-        return {
-            arm: {"score": _mean(sums, "top1"), **texts, **({} if self.masked else _sizes(cache)), "blocks": sums}
+        return [
+            (arm, {"score": _mean(sums, "top1"), **texts, **self._sizes(cache), "blocks": sums})
             for (arm, cache), sums in zip(held.items(), blocks, strict=True)
-        }
+        ]
+
+    def _sizes(self, cache: KVCache) -> dict[str, Any]:
+        # under a mask nothing is evicted
+        return {} if self.masked else sizes_of(cache)
 
     def _text(self, item: Item) -> Int[Tensor, "1 T"]:
         """The tokens behind the prompt, the model's own where they are to be its answer."""
@@ -234,9 +198,8 @@ class _Session:
         self, members: Sequence[KVCache], prompt: Int[Tensor, "1 P"], text: Int[Tensor, "1 T"]
     ) -> Iterator[Float[Tensor, "M V"]]:
         """What each member predicts before each token of the text; all read it as one batch."""
-        group = CacheGroup(members)
-        read_prompt(self.model, group, prompt[:, :-1], torch.cat([prompt[:, -1:], text], dim=1))
-        for part in _fed(prompt, text).split(self.chunk, dim=1):
+        group, tokens = begin(self.model, members, prompt, text)
+        for part in tokens.split(self.chunk, dim=1):
             yield from self._logits(group, part.expand(len(members), -1)).unbind(1)
 
     def _at_once(
@@ -245,16 +208,11 @@ class _Session:
         """What `like` would predict before each token of the text, read in few forwards under a mask."""
         cache = MaskedCache(self.model, like, prompt.shape[1] - 1)
         next_logits(self.model, cache, input_ids=prompt[:, :-1])
-        for part in _fed(prompt, text).split(_PIECE, dim=1):
+        for part in fed(prompt, text).split(_PIECE, dim=1):
             yield from self._logits(cache, part).unbind(1)
 
     def _logits(self, cache: Cache, tokens: Int[Tensor, "M t"]) -> Float[Tensor, "M t V"]:
         return self.model(input_ids=tokens, **{cache_argument(self.model): cache}).logits
-
-
-def _fed(prompt: Int[Tensor, "1 P"], text: Int[Tensor, "1 T"]) -> Int[Tensor, "1 T"]:
-    """The token before each of the text."""
-    return torch.cat([prompt[:, -1:], text[:, :-1]], dim=1)
 
 
 def _summed(readings: Sequence[Iterator[Float[Tensor, "m V"]]], tokens: Sequence[int]) -> list[dict[str, list[float]]]:
@@ -275,11 +233,6 @@ def _summed(readings: Sequence[Iterator[Float[Tensor, "m V"]]], tokens: Sequence
 def _mean(sums: Mapping[str, Sequence[float]], name: str, blocks: slice = slice(None)) -> float:
     """Mean over the tokens of some blocks."""
     return sum(sums[name][blocks]) / sum(sums["tokens"][blocks])
-
-
-def _sizes(cache: KVCache) -> dict[str, Any]:
-    report = cache.report()
-    return {"kept": report.kept, "cache_bytes": report.bytes, "full_bytes": stock_bytes(cache)}
 
 
 def rows_of(

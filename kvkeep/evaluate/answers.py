@@ -4,7 +4,7 @@ M members, P prompt tokens, F tokens that follow it, L tokens looked ahead at.
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,10 +17,7 @@ from ..model import attach, next_logits
 
 
 class Answer(NamedTuple):
-    """One member's greedy answer, and what its cache held right after the prompt.
-
-    `kept` is tokens per KV head, `cache_bytes` are measured, `full_bytes` is what transformers' own cache would hold.
-    """
+    """One member's greedy answer, and what its cache held right after the prompt (see `sizes_of`)."""
 
     tokens: list[int]
     kept: float
@@ -54,12 +51,12 @@ def answer_together(
     with attach(model):
         group = CacheGroup(members)
         logits = read_prompt(model, group, prompt, future)
-        held = [(member.report().kept, member.report().bytes, stock_bytes(member)) for member in members]
+        held = [sizes_of(member) for member in members]
         rows = len(members)
         if follow_up.shape[1]:
             logits = next_logits(model, group, input_ids=follow_up.expand(rows, -1))
         answers = _decode(model, group, logits.expand(rows, -1), max_new_tokens, ends)
-    return [Answer(tokens, *sizes) for tokens, sizes in zip(answers, held, strict=True)]
+    return [Answer(tokens, **sizes) for tokens, sizes in zip(answers, held, strict=True)]
 
 
 def read_prompt(
@@ -127,7 +124,16 @@ def _decode(
     return answers
 
 
-def stock_bytes(member: KVCache) -> int:
+def sizes_of(member: KVCache) -> dict[str, Any]:
+    """What a cache holds now, as samples and rows call it.
+
+    `kept` is tokens per KV head, `cache_bytes` are measured, `full_bytes` is what transformers' own cache would hold.
+    """
+    report = member.report()
+    return {"kept": report.kept, "cache_bytes": report.bytes, "full_bytes": _stock_bytes(member)}
+
+
+def _stock_bytes(member: KVCache) -> int:
     """Bytes of the keys and values of everything seen: what transformers' own cache holds in these layers."""
     slots = [(layer.seen, layer.slots) for layer in member.managed if layer.slots is not None]
     return sum(seen * (held.keys[:, :, 0].nbytes + held.values[:, :, 0].nbytes) for seen, held in slots)

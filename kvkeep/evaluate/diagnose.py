@@ -9,9 +9,8 @@ The full cache says which tokens each query attends to, and the others what they
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -21,17 +20,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import __version__
 from ..budget import Budget
 from ..cache import KVCache
-from ..group import CacheGroup
 from ..metrics import FutureMass, Revivals, churn, cosine, heaviest, recovered, tier_mass
 from ..model import attach, next_logits
 from ..policies import POLICIES, Observation, parse
 from ..recorder import Item
-from .answers import read_prompt, stock_bytes
-from .rows import Row, SampleLog, bootstrap, manifest, replace_file, write_rows
-from .run import FULL, Arm, Progress, arms_of, output_folder, refuse_other_settings, weights_digest
+from .answers import sizes_of
+from .rows import Row, bootstrap, replace_file, write_rows
+from .run import FULL, Arm, Progress, arms_of
+from .texts import TextSession, begin
 from .watching import watched
 
 ORACLE = "oracle"
@@ -120,30 +118,22 @@ def diagnose(
         arms=arms_of([name for name in policies if parse(name)[0] != ORACLE], budgets),
         events=events,
         seed=seed,
+        views=views,
+        folder=out / VIEWS,
     )
     session.check(items)
-    with SampleLog(output_folder(out) / "samples.jsonl") as log:
-        refuse_other_settings(log, model_name, session.settings)
-        for place, item in enumerate(items):
-            progress(place, len(items), item.source)
-            session.finish(log, item, model_name, out / VIEWS if place < views else None)
-        progress(len(items), len(items), "")
-        stamp = manifest(model_name, dtype=str(model.dtype), device=str(model.device), command=command)
-        keys = {session.key(model_name, item, arm) for item in items for arm in session.all_arms}
-        rows = rows_of([record for record in log.records if record["key"] in keys], stamp=stamp)
-        write_rows(out / "rows.jsonl", rows)
+    measured = session.run(items, out, model_name=model_name, progress=progress, command=command)
+    rows = rows_of(measured.records, stamp=measured.stamp)
+    write_rows(out / "rows.jsonl", rows)
     return rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Session:
-    """One model that reads texts under every arm."""
-
-    model: PreTrainedModel
-    tokenizer: Any
-    arms: Sequence[Arm]
+class _Session(TextSession):
     events: Events
-    seed: int
+    # of so many texts every token's fate is kept, there
+    views: int
+    folder: Path
 
     @property
     def all_arms(self) -> list[Arm]:
@@ -169,37 +159,17 @@ class _Session:
                     f"{least} are needed for one event with its horizon; give longer texts"
                 )
 
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """All that a number depends on and rows do not name."""
-        weights = weights_digest(self.model, self.tokenizer)
-        return {**asdict(self.events), "seed": self.seed, "weights": weights, "kvkeep": __version__}
+    @property
+    def how(self) -> dict[str, Any]:
+        return asdict(self.events)
 
-    def key(self, model_name: str, item: Item, arm: Arm) -> str:
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:12]
-        return "/".join([model_name, item.key, *arm, digest])
-
-    def finish(self, log: SampleLog, item: Item, model_name: str, views: Path | None) -> None:
-        """Read one text, unless the log has all of it, and save what each arm missed."""
-        missing = [arm for arm in self.all_arms if not log.done(self.key(model_name, item, arm))]
-        if not missing:
-            return
-        naming = {"model": model_name, "task": item.source, "split": item.split, "index": item.name, "seed": self.seed}
-        accounts = self._read(item, keep_views=views is not None)
-        for arm in missing:
-            if views is not None and accounts[arm].keeps_view:
-                _write_view(views, arm, self._view(item, accounts[arm]))
-            log.append(
-                {
-                    "key": self.key(model_name, item, arm),
-                    **naming,
-                    **arm._asdict(),
-                    **accounts[arm].record(),
-                    "prompt_tokens": item.num_tokens,
-                    "extra": {"tokens": item.branches[0].given.shape[1]},
-                    "settings": self.settings,
-                }
-            )
+    def read(self, item: Item, arms: Sequence[Arm], place: int) -> Iterator[tuple[Arm, dict[str, Any]]]:
+        accounts = self._read(item, keep_views=place < self.views)
+        texts = {"prompt_tokens": item.num_tokens, "extra": {"tokens": item.branches[0].given.shape[1]}}
+        for arm in arms:
+            if accounts[arm].keeps_view:
+                _write_view(self.folder, arm, self._view(item, accounts[arm]))
+            yield arm, {**accounts[arm].record(), **texts}
 
     @torch.inference_mode()
     def _read(self, item: Item, *, keep_views: bool) -> "dict[Arm, _Account]":
@@ -212,10 +182,8 @@ class _Session:
         asked = {Arm(FULL, FULL): full.cache, **members}
         future = FutureMass(self.events.horizon)
         with attach(self.model):
-            group = CacheGroup(asked.values())
-            read_prompt(self.model, group, prompt[:, :-1], torch.cat([prompt[:, -1:], text], dim=1))
-            fed = torch.cat([prompt[:, -1:], text[:, :-1]], dim=1)
-            for step, token in enumerate(fed.split(1, dim=1), 1):
+            group, tokens = begin(self.model, asked.values(), prompt, text)
+            for step, token in enumerate(tokens.split(1, dim=1), 1):
                 next_logits(self.model, group, input_ids=token.expand(len(group.members), -1))
                 for mass, event in future.add(full.attention()):
                     for arm, tiers in self._with_oracles(event.tiers, mass).items():
@@ -225,12 +193,7 @@ class _Session:
                 if step % self.events.omega == 0:
                     future.mark(_Event(step, {arm: tiers_of(cache) for arm, cache in asked.items()}))
         for arm, cache in asked.items():
-            report = cache.report()
-            accounts[arm].sizes = {
-                "kept": report.kept,
-                "cache_bytes": report.bytes,
-                "full_bytes": stock_bytes(cache),
-            }
+            accounts[arm].sizes = sizes_of(cache)
         return accounts
 
     def _is_shown(self, arm: Arm) -> bool:

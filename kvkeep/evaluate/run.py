@@ -240,9 +240,13 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
 
 def _key(named: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Names one sample: what it is, and a digest of everything else that its score depends on."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     names = ("model", "task", "length", "question", "split", "index", "policy", "budget")
-    return "/".join([*(str(named[name]) for name in names), digest])
+    return "/".join([*(str(named[name]) for name in names), digest_of(settings)])
+
+
+def digest_of(settings: Mapping[str, Any]) -> str:
+    """A few characters that differ where the settings do."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def refuse_other_settings(log: SampleLog, model_name: str, settings: Mapping[str, Any]) -> None:
