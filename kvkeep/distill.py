@@ -21,16 +21,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .cache import KVCache
-from .fingerprint import fingerprint, head_size, num_kv_heads, rotation_frequencies
+from .fingerprint import fingerprint, head_size, num_kv_heads
 from .future import log_importance
 from .layer import AttendingLayer
-from .learners import agent_names, training_manifest
+from .learners import training_manifest
 from .model import attach, cache_argument
 from .policies.files import PolicyFile, write_policy
 from .policies.kvpop import scorers_file
-from .policies.scorers import Scorers, ScorerShape, make_scorers
+from .policies.scorers import Scorers
 from .pool import Held, hold, static_priority
-from .pool_learner import Cutoff, pair_loss
+from .pool_learner import Cutoff, new_scorers, pair_loss
 from .target import num_later, target
 from .team import Team
 from .trace import TraceIndex
@@ -117,21 +117,13 @@ class DistillLearner(Learner):
         self.index = TraceIndex(
             fingerprint=fingerprint(config), model="", layers=layers, heads=list(range(heads)), group=1, dtype=""
         )
-        frequencies = torch.tensor(rotation_frequencies(self.index.fingerprint) if turn_back else [])
-        shape = ScorerShape(
-            num_agents=len(agent_names(self.index)),
-            key_size=size,
-            value_size=size,
-            architecture=architecture,
-            hidden=hidden,
-            memory=memory,
-            window=settings.cutoff.window,
-            late=late,
-            turned=2 * len(frequencies),
-        )
         self.settings, self.names = settings, ["the student"]
         self.teacher = deepcopy(model).requires_grad_(False)
-        self.network = Student(model, scorers or make_scorers(shape, seed, frequencies).to(model.device))
+        if scorers is None:
+            sizes = {"key_size": size, "value_size": size}
+            options = {"architecture": architecture, "hidden": hidden, "memory": memory, "late": late}
+            scorers = new_scorers(self.index, settings.cutoff, turn_back=turn_back, seed=seed, **sizes, **options)
+        self.network = Student(model, scorers.to(model.device))
 
     def loss(self, network: nn.Module, text: Text, generator: torch.Generator) -> Float[Tensor, "1"]:
         shares = self.settings.cutoff.shares

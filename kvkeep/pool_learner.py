@@ -92,6 +92,17 @@ class Cutoff:
             )
 
 
+def new_scorers(index: TraceIndex, settings: Cutoff, *, turn_back: bool, seed: int, **shape: Any) -> Scorers:
+    """Untrained scorers for the layers and heads of `index`; `shape` is what else `ScorerShape` takes."""
+    frequencies = torch.tensor(rotation_frequencies(index.fingerprint) if turn_back else [])
+    sizes: dict[str, Any] = {
+        "num_agents": len(agent_names(index)),
+        "window": settings.window,
+        "turned": 2 * len(frequencies),
+    }
+    return make_scorers(ScorerShape(**sizes, **shape), seed, frequencies)
+
+
 class Lesson(NamedTuple):
     """What the teacher says of a prompt: the target of the tokens that enter the pool, and what each size keeps."""
 
@@ -127,19 +138,10 @@ class KVpopLearner(Learner):
         first = prompts[0]
         self.index, self.settings, self.device = index, settings, torch.device(device)
         self.names = agent_names(index)
-        frequencies = torch.tensor(rotation_frequencies(self.index.fingerprint) if turn_back else [])
-        shape = ScorerShape(
-            num_agents=len(self.names),
-            key_size=first.keys.shape[-1],
-            value_size=first.values.shape[-1],
-            architecture=architecture,
-            hidden=hidden,
-            memory=memory,
-            window=settings.window,
-            late=late,
-            turned=2 * len(frequencies),
-        )
-        self.network: Scorers = make_scorers(shape, seed, frequencies).to(self.device)
+        sizes = {"key_size": first.keys.shape[-1], "value_size": first.values.shape[-1]}
+        options = {"architecture": architecture, "hidden": hidden, "memory": memory, "late": late}
+        scorers = new_scorers(index, settings, turn_back=turn_back, seed=seed, **sizes, **options)
+        self.network: Scorers = scorers.to(self.device)
         self.network.calibrate(self._tokens(prompts[place]) for place in range(min(len(prompts), NUM_CALIBRATION)))
         self._lessons: dict[str, Lesson] = {}
 

@@ -15,7 +15,7 @@ from ..slots import EMPTY
 from .agents import Agents, AgentShape, load_agents, make_agents
 from .base import Observation
 from .files import PolicyFile
-from .learned import LearnedPolicy, Trained, policy_file
+from .learned import LearnedPolicy, Trained, policy_file, sizes_for
 
 # a token that was not ranked yet is worth more than any that was
 _UNRANKED = torch.finfo(torch.float32).max
@@ -68,9 +68,8 @@ class KVP(LearnedPolicy):
     def untrained_file(
         cls, fingerprint: Mapping[str, Any], layers: Sequence[int], seed: int, **options: Any
     ) -> PolicyFile:
-        size, num_agents = fingerprint["head size"], len(layers) * fingerprint["number of KV heads"]
-        options = {"hidden": 16, "key_size": size, "value_size": size, "num_agents": num_agents, **options}
-        return agents_file(make_agents(AgentShape(**options), seed), fingerprint, layers, {"note": "not trained"})
+        shape = AgentShape(**{"hidden": 16, **sizes_for(fingerprint, layers), **options})
+        return agents_file(make_agents(shape, seed), fingerprint, layers, {"note": "not trained"})
 
     def track(self, seen: Observation) -> None:
         seen.put("kvp", torch.full_like(seen.new_positions, _UNRANKED, dtype=torch.float32))

@@ -16,7 +16,7 @@ from ..pool import Window, hold, static_priority
 from ..slots import EMPTY, Slots
 from .base import Observation
 from .files import PolicyFile
-from .learned import LearnedPolicy, Trained, policy_file
+from .learned import LearnedPolicy, Trained, policy_file, sizes_for
 from .scorers import Memory, Scorers, ScorerShape, load_scorers, make_scorers, memory_shapes
 
 _HELD, _LEVEL = "kvpop_held", "kvpop_level"
@@ -53,9 +53,8 @@ class KVpop(LearnedPolicy):
     def untrained_file(
         cls, fingerprint: Mapping[str, Any], layers: Sequence[int], seed: int, **options: Any
     ) -> PolicyFile:
-        size, num_agents = fingerprint["head size"], len(layers) * fingerprint["number of KV heads"]
-        options = {"key_size": size, "value_size": size, "num_agents": num_agents, **options}
-        shape = ScorerShape(**{"architecture": cls.architecture, "hidden": 16, "memory": 4, "window": 8, **options})
+        small = {"architecture": cls.architecture, "hidden": 16, "memory": 4, "window": 8}
+        shape = ScorerShape(**{**small, **sizes_for(fingerprint, layers), **options})
         return scorers_file(make_scorers(shape, seed), fingerprint, layers, {"note": "not trained"})
 
     @property

@@ -149,3 +149,10 @@ def policy_file(
         training=dict(training),
         tensors={**weights, **dict(network.named_buffers())},
     )
+
+
+def sizes_for(fingerprint: Mapping[str, Any], layers: Sequence[int]) -> dict[str, int]:
+    """Sizes of a network with an agent for each KV head of these layers, for a model of this fingerprint."""
+    size = fingerprint["head size"]
+    num_agents = len(layers) * fingerprint["number of KV heads"]
+    return {"key_size": size, "value_size": size, "num_agents": num_agents}
