@@ -3,13 +3,13 @@
 import errno
 import json
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from kvkeep.evaluate.rows import Row, bootstrap, read_rows, read_samples, replace_file
 from kvkeep.report.tables import Arm, grouped, origins
+from kvkeep.report.templates import environment, part
 from kvkeep.report.wording import number, percent
 
 # metric of a row, heading, and whether it is a share
@@ -50,12 +50,8 @@ def write_diagnosis(folder: Path) -> Path:
 
 def render(rows: Sequence[Row], samples: Sequence[Mapping[str, Any]], views: Sequence[Mapping[str, Any]]) -> str:
     """The page as HTML; every text in it is escaped."""
-    import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    folder = files("kvkeep.report")
-    style = folder.joinpath("page.html").read_text("utf-8").split("<style>")[1].split("</style>")[0]
     arms = grouped(rows, lambda row: Arm(row.policy, row.budget))
     measured = {row.metric for row in rows}
     columns = [column for column in _COLUMNS if column[0] in measured]
@@ -63,16 +59,20 @@ def render(rows: Sequence[Row], samples: Sequence[Mapping[str, Any]], views: Seq
     shown = sorted(views, key=lambda view: list(told).index(Arm(view["policy"], view["budget"])))
     data = {"arms": [_arm(*found) for found in told.items()], "views": shown}
     table = [(arm, _cells(found, columns)) for arm, found in arms.items()]
-    return environment.from_string(folder.joinpath("diagnosis.html").read_text("utf-8")).render(
-        # our own files, and what cannot end its element
-        style=Markup(style),
-        script=Markup(folder.joinpath("diagnosis.js").read_text("utf-8")),
-        data=Markup(_embedded(data)),
-        headings=[heading for _, heading, _ in columns],
-        budgets=grouped(table, lambda line: line[0].budget),
-        first=rows[0],
-        has_views=bool(views),
-        origins=origins(rows),
+    return (
+        environment()
+        .get_template("diagnosis.html")
+        .render(
+            title="kvkeep diagnosis",
+            # our own file, and what cannot end its element
+            script=Markup(part("diagnosis.js")),
+            data=Markup(_embedded(data)),
+            headings=[heading for _, heading, _ in columns],
+            budgets=grouped(table, lambda line: line[0].budget),
+            first=rows[0],
+            has_views=bool(views),
+            origins=origins(rows),
+        )
     )
 
 

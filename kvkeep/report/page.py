@@ -2,13 +2,13 @@
 
 from base64 import b64encode
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import NamedTuple
 
 from kvkeep.evaluate.rows import Row
 from kvkeep.report.outputs import Case
 from kvkeep.report.plots import full_bytes_of
 from kvkeep.report.tables import Block, grouped, metric_tables, notices, origins
+from kvkeep.report.templates import environment
 from kvkeep.report.wording import bounds, mebibytes, number, percent
 
 
@@ -32,18 +32,15 @@ def render(
     rows: Sequence[Row], sections: Sequence[Section], cases: dict[str, list[Case]], along: Sequence[Plot] = ()
 ) -> str:
     """The page as HTML. `cases` are shown in folded parts by task, `along` are plots by position; none if empty."""
-    import jinja2
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {
+    pages = environment()
+    pages.filters |= {
         "percent": percent,
         "bounds": bounds,
         "mebibytes": mebibytes,
         "number": number,
         "groups": lambda lines: grouped(lines, lambda line: line.arm.budget).items(),
     }
-    template = environment.from_string(files("kvkeep.report").joinpath("page.html").read_text("utf-8"))
-    return template.render(
+    return pages.get_template("page.html").render(
         title="kvkeep report",
         subtitle=_subtitle(rows),
         notices=notices(rows),
