@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from kvkeep.trace import TraceIndex
     from kvkeep.train import Progress, Recipe, Validation
 
+# what every training takes
+Steps = Annotated[int, typer.Option(help="Optimiser steps.")]
+Batch = Annotated[int, typer.Option(help="Prompts a step, over all processes.")]
+LastRate = Annotated[float, typer.Option(help="Learning rate of the last step.")]
+Warmup = Annotated[int, typer.Option(help="Steps until the greatest learning rate.")]
+WeightDecay = Annotated[float, typer.Option(help="Of AdamW.")]
+Ema = Annotated[float, typer.Option(help="Decay of the average of weights that is kept.")]
+Every = Annotated[int, typer.Option(help="Steps between two validations.")]
+Patience = Annotated[int, typer.Option(help="Stop after so many validations without a gain; 0 never does.")]
+Seed = Annotated[int, typer.Option(help="Of first weights, prompts and draws.")]
+ValidationShare = Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")]
+Group = Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")]
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -38,26 +51,26 @@ def kvp(
     folder: Annotated[Path, typer.Option("--out", "-o", help="For the policy, and to go on from.")],
     sources: Sources = [],
     prompts: Annotated[int | None, typer.Option(min=1, help="Train on so many prompts; else on all.")] = None,
-    validation: Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")] = 0.1,
+    validation: ValidationShare = 0.1,
     objective: Annotated[str, typer.Option(help="exact, or sampled as in the paper.")] = "exact",
     draws: Annotated[int, typer.Option(help="Rankings drawn of a prompt (sampled).")] = 8,
     against: Annotated[int, typer.Option(help="Tokens each is compared with in a step (exact); 0 is all.")] = 128,
-    group: Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")] = "max",
+    group: Group = "max",
     futures: Annotated[str, typer.Option(help="Several futures of a prompt: mean or max of them.")] = "mean",
     sinks: Annotated[int, typer.Option(help="First tokens that are always kept, so not ranked.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept, so not ranked.")] = 16,
     architecture: Annotated[str, typer.Option(help="compact, or paper.")] = "compact",
     hidden: Annotated[int, typer.Option(help="Width of the hidden layers; the paper's is 256.")] = 64,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 800,
-    batch: Annotated[int, typer.Option(help="Prompts a step, over all processes.")] = 1,
+    steps: Steps = 800,
+    batch: Batch = 1,
     lr: Annotated[float, typer.Option(help="Greatest learning rate; the paper's is 5e-5.")] = 1e-2,
-    lr_end: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 1e-6,
-    warmup: Annotated[int, typer.Option(help="Steps until the greatest learning rate.")] = 100,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
-    ema: Annotated[float, typer.Option(help="Decay of the average of weights that is kept.")] = 0.99,
-    every: Annotated[int, typer.Option(help="Steps between two validations.")] = 100,
-    patience: Annotated[int, typer.Option(help="Stop after so many validations without a gain; 0 never does.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of first weights, prompts and draws.")] = 0,
+    lr_end: LastRate = 1e-6,
+    warmup: Warmup = 100,
+    weight_decay: WeightDecay = 1e-3,
+    ema: Ema = 0.99,
+    every: Every = 100,
+    patience: Patience = 0,
+    seed: Seed = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -117,7 +130,7 @@ def kvpop(
     model_lr: Annotated[float, typer.Option(help="Learning rate of the model's own weights (all).")] = 8e-5,
     sources: Sources = [],
     prompts: Annotated[int | None, typer.Option(min=1, help="Train on so many prompts or texts; else on all.")] = None,
-    validation: Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")] = 0.1,
+    validation: ValidationShare = 0.1,
     least: Annotated[
         int | None, typer.Option("--least-tokens", help="Leave shorter prompts out; else those below 8 windows.")
     ] = None,
@@ -126,7 +139,7 @@ def kvpop(
     ] = ["0.25", "0.125"],
     window: Annotated[int, typer.Option(help="Recent tokens that always stay: the traces' --delay.")] = 64,
     sinks: Annotated[int, typer.Option(help="First tokens that always stay.")] = 4,
-    group: Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")] = "max",
+    group: Group = "max",
     pairs: Annotated[int, typer.Option(help="Pairs at the cutoff, a step and share.")] = 512,
     architecture: Annotated[
         str, typer.Option(help="mlp (the token alone), memory (as in the paper) or both.")
@@ -137,16 +150,16 @@ def kvpop(
     turn_back: Annotated[bool, typer.Option(help="Read keys as they were before the model's rotation.")] = True,
     hidden: Annotated[int, typer.Option(help="Width of the layer that reads the token itself.")] = 64,
     memory: Annotated[int, typer.Option(help="Size of the memory.")] = 32,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 400,
-    batch: Annotated[int, typer.Option(help="Prompts a step, over all processes.")] = 1,
+    steps: Steps = 400,
+    batch: Batch = 1,
     lr: Annotated[float, typer.Option(help="Greatest learning rate; the paper's is 1e-3.")] = 5e-3,
-    lr_end: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 1e-4,
-    warmup: Annotated[int, typer.Option(help="Steps until the greatest learning rate.")] = 20,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-4,
-    ema: Annotated[float, typer.Option(help="Decay of the average of weights that is kept.")] = 0.97,
-    every: Annotated[int, typer.Option(help="Steps between two validations.")] = 50,
-    patience: Annotated[int, typer.Option(help="Stop after so many validations without a gain; 0 never does.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of first weights, prompts and draws.")] = 0,
+    lr_end: LastRate = 1e-4,
+    warmup: Warmup = 20,
+    weight_decay: WeightDecay = 1e-4,
+    ema: Ema = 0.97,
+    every: Every = 50,
+    patience: Patience = 0,
+    seed: Seed = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
