@@ -16,9 +16,12 @@ from .slots import EMPTY
 def protected(
     positions: Int[Tensor, "B H N"], lengths: Int[Tensor, " B"], *, sinks: int, recent: int
 ) -> Bool[Tensor, "B H N"]:
-    """The first `sinks` and last `recent` tokens of each sequence that has seen `lengths` tokens."""
+    """The first `sinks` and last `recent` tokens of each sequence that has seen `lengths` tokens.
+
+    Empty slots may be marked too; nothing here protects them.
+    """
     first_recent = (lengths - recent)[:, None, None]
-    return (positions != EMPTY) & ((positions < sinks) | (positions >= first_recent))
+    return (positions < sinks) | (positions >= first_recent)
 
 
 def survivors(
@@ -45,28 +48,30 @@ def victim(
     score: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], guarded: Bool[Tensor, "B H N"]
 ) -> Int[Tensor, "B H"]:
     """The token of least worth of each head, of equal worths the oldest; empty slots are not candidates."""
-    worth = _worth(score, positions, guarded).masked_fill(positions == EMPTY, torch.inf)
+    worth = _guarded(score, guarded | (positions == EMPTY))
     tied = worth == worth.amin(-1, keepdim=True)
-    return positions.masked_fill(~tied, torch.iinfo(positions.dtype).max).argmin(-1)
+    return torch.where(tied, positions, torch.iinfo(positions.dtype).max).argmin(-1)
 
 
 def finite_or_recent(score: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"]) -> tuple[Tensor, bool]:
     """Replace the worth of heads that hold a NaN by recency; says whether any head did."""
-    broken = (score.isnan() & (positions != EMPTY)).any(-1, keepdim=True)
+    missing = score.isnan()
+    if not bool(missing.any()):
+        return score, False
+    broken = (missing & (positions != EMPTY)).any(-1, keepdim=True)
     if not bool(broken.any()):
         return score, False
     return torch.where(broken, positions.to(score.dtype), score), True
 
 
-def _worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
+def _guarded(score: Tensor, guarded: Tensor) -> Tensor:
     largest = torch.finfo(score.dtype).max
-    worth = score.clamp(-largest, largest).masked_fill(guarded, torch.inf)
-    return worth.masked_fill(positions == EMPTY, -torch.inf)
+    return score.clamp(-largest, largest).masked_fill_(guarded, torch.inf)
 
 
 def by_worth(score: Tensor, positions: Tensor, guarded: Tensor) -> Tensor:
     """Slots from the greatest worth to the least."""
     # decoding fills slots in place, in any order; a stable sort from the newest on puts the newest of equals first
     newest = positions.argsort(dim=-1, descending=True, stable=True)
-    worth = _worth(score, positions, guarded).gather(-1, newest)
+    worth = _guarded(score, guarded).masked_fill_(positions == EMPTY, -torch.inf).gather(-1, newest)
     return newest.gather(-1, worth.argsort(dim=-1, descending=True, stable=True))
