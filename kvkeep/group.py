@@ -1,4 +1,4 @@
-"""CacheGroup: many policies over one prompt, decoded as one batch.
+"""CacheGroup: many policies over one prompt, or one batch of prompts, decoded as one batch.
 
 B sequences, H KV heads, G query heads per KV head, T new tokens, D head size.
 """
@@ -17,14 +17,15 @@ from .layer import AttendingLayer, KVLayer, Plan
 
 
 class CacheGroup(Cache):
-    """Several caches of one sequence each that read one prompt together and then decode as one batch.
+    """Several caches that read the same prompt together, or the same batch of them, and then decode as one batch.
 
-    The prompt runs once with a batch of one; each member evicts by its own policy and budget. From then on row i of
-    the batch belongs to member i. This is what makes a wide table of policies affordable.
+    The prompts run once; each member evicts by its own policy and budget. From then on the first rows of the batch
+    belong to the first member, as many as there were prompts, the next to the second, and so on. This is what makes a
+    wide table of policies affordable.
 
     Args:
-        members: caches for the same model, all fresh or all with the same prompt behind them. Sliding-window layers
-            are not a policy's: the group takes those of its first member, and shares them while the prompt is read.
+        members: caches for the same model, all fresh or all with the same prompts behind them. Sliding-window layers
+            are not a policy's: the group takes those of its first member, and shares them while the prompts are read.
 
     Raises:
         ValueError: without members, or where they have not seen equally many tokens.
@@ -50,17 +51,17 @@ class CacheGroup(Cache):
         chosen = CacheGroup(self.members[row] for row in rows)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DynamicSlidingWindowLayer):
-                chosen.layers[index] = _window(layer, rows)
+                chosen.layers[index] = _window(layer, rows, sequences_of(self.members[0]))
         return chosen
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[layer_idx]
-        if isinstance(layer, DynamicSlidingWindowLayer) and 0 < _num_windows(layer) < key_states.shape[0]:
-            # one window was enough for the prompt; the member it came from keeps it
+        if isinstance(layer, DynamicSlidingWindowLayer) and 0 < (windows := _num_windows(layer)) < key_states.shape[0]:
+            # one window was enough for each prompt; the member it came from keeps it
             self.layers[layer_idx] = layer = copy(layer)
-            layer.batch_repeat_interleave(key_states.shape[0])
+            layer.batch_select_indices(torch.arange(windows).repeat(key_states.shape[0] // windows))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
@@ -72,15 +73,22 @@ def _check_together(members: Sequence[KVCache]) -> None:
         raise ValueError(f"the members of a group must have read the same prompt; these have seen {seen} tokens")
 
 
+def sequences_of(member: KVCache) -> int:
+    """How many sequences a cache holds, 0 while it is fresh."""
+    lengths = member.managed[0].lengths
+    return 0 if lengths is None else len(lengths)
+
+
 def _num_windows(layer: DynamicSlidingWindowLayer) -> int:
     return layer.keys.shape[0] if layer.keys is not None else 0
 
 
-def _window(layer: DynamicSlidingWindowLayer, rows: Sequence[int]) -> DynamicSlidingWindowLayer:
-    """A copy of a sliding-window layer for `rows`; they still share one as long as it holds the prompt alone."""
+def _window(layer: DynamicSlidingWindowLayer, members: Sequence[int], each: int) -> DynamicSlidingWindowLayer:
+    """A copy of a sliding-window layer for some members; they still share what it holds of the prompts alone."""
     window = copy(layer)
-    if _num_windows(layer) > 1:
-        window.batch_select_indices(torch.tensor(rows))
+    if _num_windows(layer) > each:
+        rows = torch.tensor(members)[:, None] * each + torch.arange(each)
+        window.batch_select_indices(rows.flatten())
     return window
 
 
@@ -96,10 +104,12 @@ class _GroupLayer(AttendingLayer):
         return super().update(key_states, value_states)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
-        if keys.shape[0] == 1:
+        slots = self.layers[0].slots
+        each = keys.shape[0] if slots is None else slots.batch_size
+        if keys.shape[0] == each:
             return self._attend_shared(queries, keys, values, valid, scale)
-        masks = [None] * len(self.layers) if valid is None else valid.split(1)
-        rows = zip(self.layers, queries.split(1), keys.split(1), values.split(1), masks, strict=True)
+        masks = [None] * len(self.layers) if valid is None else valid.split(each)
+        rows = zip(self.layers, queries.split(each), keys.split(each), values.split(each), masks, strict=True)
         return torch.cat([_attend_alone(*row, scale) for row in rows])
 
     def _attend_shared(
@@ -108,8 +118,8 @@ class _GroupLayer(AttendingLayer):
         first, *others = self.layers
         if others and any(layer.slots is not None and layer.slots.kept < layer.seen for layer in self.layers):
             raise ValueError(
-                f"the {len(self.layers)} members of this group hold different tokens by now: give one row to each, "
-                "input_ids.expand(len(group.members), -1)"
+                f"the {len(self.layers)} members of this group hold different tokens by now: give rows to each, "
+                "input_ids.repeat(len(group.members), 1)"
             )
         seen = first.take(queries, keys, values, valid, scale)
         output = first.read(queries, seen, scale)

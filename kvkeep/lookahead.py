@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from .branches import Branches, Stem
 from .cache import KVCache
-from .group import CacheGroup
+from .group import CacheGroup, sequences_of
 from .policies import Futures, Look
 from .policies.base import hashed_uniform
 
@@ -82,15 +82,16 @@ def _waits(member: KVCache) -> bool:
 
 
 def _jobs(cache: KVCache | CacheGroup, prompt: Prompt) -> list[_Job]:
-    """Caches with equal looks go together; where all have read one prompt in one row, one looks for the others."""
+    """Caches with equal looks go together; where all have read the same rows, one looks for the others."""
     members = _members(cache)
-    shared = len(prompt.logits) < len(members)
+    each = sequences_of(members[0])
+    shared = len(prompt.logits) == each and cache is not members[0]
     alike: dict[Any, list[Stem]] = {}
     for place, member in enumerate(members):
         if _waits(member):
             look = _look(member)
-            rows = range(len(prompt.logits)) if cache is member else [0 if shared else place]
-            alike.setdefault((look.seed, look.greedy) if shared else look, []).append(Stem(member, torch.tensor(rows)))
+            rows = torch.arange(each) + (0 if shared else place * each)
+            alike.setdefault((look.seed, look.greedy) if shared else look, []).append(Stem(member, rows))
     jobs = []
     for stems in alike.values():
         caches = [stem.cache for stem in stems]

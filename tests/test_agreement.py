@@ -45,20 +45,21 @@ def by_arm(rows, metric="kl_to_full"):
 
 
 def test_a_prediction_compared_by_hand():
-    full = torch.tensor([0.5, 0.25, 0.25]).log()
-    others = torch.stack([full, torch.tensor([0.25, 0.5, 0.25]).log()])
-    strayed = compare(full, others, token=1)
-    assert strayed.top1.tolist() == [1, 0]
-    assert strayed.kl.tolist() == pytest.approx([0, 0.25 * math.log(2)])
-    assert strayed.loss.tolist() == pytest.approx([math.log(4), math.log(2)])
-    assert strayed.excess.tolist() == pytest.approx([0, -math.log(2)])
+    full = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    others = torch.stack([full, torch.tensor([[0.25, 0.5, 0.25]]).log()])
+    strayed = compare(full, others, tokens=torch.tensor([1]))
+    assert strayed.top1[:, 0].tolist() == [1, 0]
+    assert strayed.kl[:, 0].tolist() == pytest.approx([0, 0.25 * math.log(2)])
+    assert strayed.loss[:, 0].tolist() == pytest.approx([math.log(4), math.log(2)])
+    assert strayed.excess[:, 0].tolist() == pytest.approx([0, -math.log(2)])
 
 
 def test_divergence_is_torchs_own():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     logs = logits.log_softmax(-1)
     expected = [torch.nn.functional.kl_div(other, logs[0], reduction="sum", log_target=True) for other in logs[1:]]
-    assert compare(logits[0], logits[1:], 3).kl.tolist() == pytest.approx([float(one) for one in expected], abs=1e-6)
+    kl = compare(logits[:1], logits[1:, None], torch.tensor([3])).kl[:, 0]
+    assert kl.tolist() == pytest.approx([float(one) for one in expected], abs=1e-6)
 
 
 # whole texts
@@ -90,6 +91,27 @@ def test_each_arm_of_a_batch_predicts_what_it_would_alone(tiny, tmp_path):
         assert record["blocks"]["top1"] == [float(block.sum()) for block in same.split(BLOCK)]
         assert record["score"] == pytest.approx(float(same.mean()))
     assert record["kept"] == math.ceil(0.4 * 119)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_texts_of_equal_lengths_are_read_together_and_measured_as_alone(tiny, tmp_path, masked, monkeypatch):
+    texts = [item("a"), item("bb"), item("long", text=90), item("eeeee")]
+    policies = ["streaming"] if masked else ["streaming", "h2o", "lorekv", "qevict", "oracle"]
+    shapes = []
+    begun = module.begin
+    monkeypatch.setattr(module, "begin", lambda *given: shapes.append(tuple(given[2].shape)) or begun(*given))
+    read(tiny, tmp_path / "together", *texts, policies=policies, budgets=[40], masked=masked)
+    read(tiny, tmp_path / "alone", *texts, policies=policies, budgets=[40], masked=masked, batch=1)
+    assert shapes == ([] if masked else [(3, 50), (1, 50), *[(1, 50)] * 4])
+    together, alone = (
+        {record["key"]: record for record in read_samples(tmp_path / name / "samples.jsonl")}
+        for name in ("together", "alone")
+    )
+    assert together.keys() == alone.keys() and len(together) == 4 * (1 + len(policies))
+    for key, record in together.items():
+        for name, sums in record.pop("blocks").items():
+            assert sums == pytest.approx(alone[key]["blocks"][name], rel=1e-3, abs=1e-4), (key, name)
+        assert record == {name: value for name, value in alone[key].items() if name != "blocks"}
 
 
 def test_every_policy_can_be_read_together_with_the_others(tiny, tmp_path):
@@ -127,7 +149,7 @@ def test_the_models_own_answer_is_read_where_it_is_asked_for(tiny, tmp_path, mon
     model, one = tiny("llama"), item(text=0, num_new=20)
     fed = []
     monkeypatch.setattr(
-        module, "compare", lambda full, logits, token: fed.append(token) or compare(full, logits, token)
+        module, "compare", lambda full, logits, tokens: fed.extend(tokens) or compare(full, logits, tokens)
     )
     read(tiny, tmp_path, one)
     answer = model.generate(one.token_ids, attention_mask=torch.ones(1, 50), max_new_tokens=20, do_sample=False)
@@ -164,12 +186,14 @@ def test_chunks_are_another_measurement_and_say_so(tiny, tmp_path):
 
 def test_a_run_goes_on_after_the_texts_that_are_done(tiny, tmp_path, monkeypatch):
     texts = [item("a", text=20), item("bb", text=20)]
-    whole = read(tiny, tmp_path / "whole", *texts)
+    whole = read(tiny, tmp_path / "whole", *texts, batch=1)
     read(tiny, tmp_path / "parts", texts[0])
     asked = []
     kept = module._Session.read
     monkeypatch.setattr(
-        module._Session, "read", lambda self, one, *how: asked.append(one.name) or kept(self, one, *how)
+        module._Session,
+        "read",
+        lambda self, some, *how: asked.extend(one.name for one in some) or kept(self, some, *how),
     )
     rows = read(tiny, tmp_path / "parts", *texts)
     assert asked == ["bb"]

@@ -135,5 +135,5 @@ def test_one_row_cannot_stand_for_members_that_hold_different_tokens(tiny):
     model = tiny("llama")
     caches = [KVCache(model, policy=policy, budget=40) for policy in ("tova", "knorm")]
     together(model, caches)
-    with kvkeep.attach(model), pytest.raises(ValueError, match="give one row to each"):
+    with kvkeep.attach(model), pytest.raises(ValueError, match="give rows to each"):
         model(FOLLOW_UP, **{kvkeep.cache_argument(model): CacheGroup(caches)})

@@ -32,6 +32,7 @@ def agreement(
     masked: Annotated[
         bool, typer.Option("--masked", help="Read at once under a mask, for policies that have one: the same, faster.")
     ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Most texts of equal lengths to read at once.")] = 8,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     seed: Annotated[int, typer.Option(help="Of policies that draw at random, and of where texts are cut.")] = 0,
     by_source: Annotated[bool, typer.Option("--by-source", help="Rows for each source of texts too.")] = False,
@@ -83,6 +84,7 @@ def agreement(
                 out=folder,
                 chunk=chunk,
                 masked=masked,
+                batch=batch,
                 seed=seed,
                 by_source=by_source,
                 progress=tell,

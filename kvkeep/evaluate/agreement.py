@@ -1,8 +1,8 @@
 """Agreement with the full cache over a long text, token by token, by how far behind the prompt a token lies.
 
-M caches, P prompt tokens, T tokens behind the prompt, V words of the vocabulary.
+M caches, B texts of equal lengths in each, P prompt tokens, T tokens behind the prompt, V words of the vocabulary.
 
-A text is fed as it is, so that every cache predicts the same tokens and none follows its own mistakes. The prompt is
+A text is fed as it is, so that every cache predicts the same tokens and none follows its own mistakes. The prompts are
 read once for all policies and budgets; then all of them read on as one batch, evicting after every token.
 """
 
@@ -58,21 +58,22 @@ class Strayed(NamedTuple):
     costs; `excess`: how much more than with the full cache.
     """
 
-    top1: Float[Tensor, " M"]
-    kl: Float[Tensor, " M"]
-    excess: Float[Tensor, " M"]
-    loss: Float[Tensor, " M"]
+    top1: Float[Tensor, "M B"]
+    kl: Float[Tensor, "M B"]
+    excess: Float[Tensor, "M B"]
+    loss: Float[Tensor, "M B"]
 
 
-def compare(full: Float[Tensor, " V"], logits: Float[Tensor, "M V"], token: int) -> Strayed:
-    """How predictions differ from the full cache's, where `token` is what follows in the text."""
+def compare(full: Float[Tensor, "B V"], logits: Float[Tensor, "M B V"], tokens: Int[Tensor, " B"]) -> Strayed:
+    """How predictions differ from the full cache's, where `tokens` are what follows in the texts."""
     reference, theirs = full.float().log_softmax(-1), logits.float().log_softmax(-1)
-    loss = -theirs[:, token]
+    right = tokens[:, None]
+    loss = -theirs.gather(-1, right.expand(*theirs.shape[:2], 1))[..., 0]
     return Strayed(
-        top1=(logits.argmax(-1) == full.argmax()).float(),
+        top1=(logits.argmax(-1) == full.argmax(-1)).float(),
         # rounding may leave the sum of nearly equal ones below zero
         kl=(reference.exp() * (reference - theirs)).sum(-1).clamp(min=0),
-        excess=loss + reference[token],
+        excess=loss + reference.gather(-1, right)[:, 0],
         loss=loss,
     )
 
@@ -88,6 +89,7 @@ def agreement(
     out: Path,
     chunk: int = 1,
     masked: bool = False,
+    batch: int = 8,
     seed: int = 0,
     by_source: bool = False,
     progress: Progress = lambda done, total, source: None,
@@ -97,8 +99,8 @@ def agreement(
 
     The first prediction compared is that of the first token behind the prompt: all but the last token of the prompt
     are read and compressed, so that it too comes from the compressed cache. Finished texts are on disk, in
-    `out`/samples.jsonl, before the next begins, and the same call goes on after them; `out`/rows.jsonl is written at
-    the end.
+    `out`/samples.jsonl, before the next ones begin, and the same call goes on after them; `out`/rows.jsonl is written
+    at the end.
 
     The row of the full cache compares the full cache with itself, read in another way (token by token against many at
     once): what rounding alone does in this dtype, and so the most that any policy can reach.
@@ -110,6 +112,7 @@ def agreement(
         chunk: tokens read at once behind the prompt. More than one is faster and not what decoding does: the budget
             holds after each chunk only. Rows say so in `extra`.
         masked: read each text in few forwards under a mask instead, for policies that can tell it (`MaskedCache`).
+        batch: most texts of equal lengths to read at once, which is faster and takes as much more memory.
         seed: for policies that draw at random.
         by_source: rows for each source of texts too.
         command: how to run this again, for the rows; None takes this process's command line.
@@ -126,8 +129,16 @@ def agreement(
         raise ValueError("there are no texts to read; give some")
     if chunk < 1 or (masked and chunk > 1):
         raise ValueError(f"chunk must be at least 1, and 1 for masked reading, got {chunk}")
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
     session = _Session(
-        model=model, tokenizer=tokenizer, arms=arms_of(policies, budgets), chunk=chunk, masked=masked, seed=seed
+        model=model,
+        tokenizer=tokenizer,
+        arms=arms_of(policies, budgets),
+        chunk=chunk,
+        masked=masked,
+        seed=seed,
+        batch=batch,
     )
     session.check()
     measured = session.run(items, out, model_name=model_name, progress=progress, command=command)
@@ -152,8 +163,11 @@ class _Session(TextSession):
         return {"chunk": self.chunk, "masked": self.masked}
 
     @torch.inference_mode()
-    def read(self, item: Item, arms: Sequence[Arm], place: int) -> list[tuple[Arm, dict[str, Any]]]:
-        prompt, text = item.token_ids.to(self.model.device), self._text(item)
+    def read(
+        self, items: Sequence[Item], arms: Sequence[Arm], place: int
+    ) -> Iterator[tuple[Item, Arm, dict[str, Any]]]:
+        prompt = torch.cat([item.token_ids for item in items]).to(self.model.device)
+        text = torch.cat([self._text(item) for item in items])
         caches = {arm: arm.fresh_cache(self.model, self.seed) for arm in arms if arm.policy != FULL}
         full = KVCache(self.model)
         if self.masked:
@@ -165,12 +179,11 @@ class _Session(TextSession):
             readings.append(self._at_once(KVCache(self.model), prompt, text))
             held[Arm(FULL, FULL)] = full
         with attach(self.model):
-            blocks = _summed(readings, text[0].tolist())
-        texts = {"prompt_tokens": item.num_tokens, "extra": {"tokens": text.shape[1]}}
-        return [
-            (arm, {"score": _mean(sums, "top1"), **texts, **self._sizes(cache), "blocks": sums})
-            for (arm, cache), sums in zip(held.items(), blocks, strict=True)
-        ]
+            blocks = _summed(readings, text)
+        for (arm, cache), of_arm in zip(held.items(), blocks, strict=True):
+            sizes = {**self._sizes(cache), "prompt_tokens": prompt.shape[1], "extra": {"tokens": text.shape[1]}}
+            for item, sums in zip(items, of_arm, strict=True):
+                yield item, arm, {"score": _mean(sums, "top1"), **sizes, "blocks": sums}
 
     def _sizes(self, cache: KVCache) -> dict[str, Any]:
         # under a mask nothing is evicted
@@ -195,39 +208,45 @@ class _Session(TextSession):
         return torch.cat([given, given.new_tensor([answer.tokens])], dim=1)
 
     def _together(
-        self, members: Sequence[KVCache], prompt: Int[Tensor, "1 P"], text: Int[Tensor, "1 T"]
-    ) -> Iterator[Float[Tensor, "M V"]]:
-        """What each member predicts before each token of the text; all read it as one batch."""
+        self, members: Sequence[KVCache], prompt: Int[Tensor, "B P"], text: Int[Tensor, "B T"]
+    ) -> Iterator[Float[Tensor, "M B V"]]:
+        """What each member predicts before each token of the texts; all read them as one batch."""
         group, tokens = begin(self.model, members, prompt, text)
         for part in tokens.split(self.chunk, dim=1):
-            yield from self._logits(group, part.expand(len(members), -1)).unbind(1)
+            logits = self._logits(group, part.repeat(len(members), 1))
+            yield from logits.unflatten(0, (len(members), -1)).unbind(2)
 
     def _at_once(
-        self, like: KVCache, prompt: Int[Tensor, "1 P"], text: Int[Tensor, "1 T"]
-    ) -> Iterator[Float[Tensor, "1 V"]]:
-        """What `like` would predict before each token of the text, read in few forwards under a mask."""
+        self, like: KVCache, prompt: Int[Tensor, "B P"], text: Int[Tensor, "B T"]
+    ) -> Iterator[Float[Tensor, "1 B V"]]:
+        """What `like` would predict before each token of the texts, read in few forwards under a mask."""
         cache = MaskedCache(self.model, like, prompt.shape[1] - 1)
         next_logits(self.model, cache, input_ids=prompt[:, :-1])
         for part in fed(prompt, text).split(_PIECE, dim=1):
-            yield from self._logits(cache, part).unbind(1)
+            yield from self._logits(cache, part)[None].unbind(2)
 
-    def _logits(self, cache: Cache, tokens: Int[Tensor, "M t"]) -> Float[Tensor, "M t V"]:
+    def _logits(self, cache: Cache, tokens: Int[Tensor, "R t"]) -> Float[Tensor, "R t V"]:
         return self.model(input_ids=tokens, **{cache_argument(self.model): cache}).logits
 
 
-def _summed(readings: Sequence[Iterator[Float[Tensor, "m V"]]], tokens: Sequence[int]) -> list[dict[str, list[float]]]:
-    """What each but the first cache's predictions sum up to, by blocks of tokens."""
+def _summed(
+    readings: Sequence[Iterator[Float[Tensor, "m B V"]]], text: Int[Tensor, "B T"]
+) -> list[list[dict[str, list[float]]]]:
+    """What each but the first cache's predictions sum up to, for each text by blocks of tokens."""
     found = [
-        compare(logits[0], logits[1:], token)
-        for token, logits in zip(tokens, map(torch.cat, zip(*readings, strict=True)), strict=True)
+        compare(logits[0], logits[1:], tokens)
+        for tokens, logits in zip(text.unbind(1), map(torch.cat, zip(*readings, strict=True)), strict=True)
     ]
-    # [M, T] each
-    sums = {name: torch.stack([getattr(one, name) for one in found], 1).double() for name in Strayed._fields}
+    # [M, B, T] each
+    sums = {name: torch.stack([getattr(one, name) for one in found], -1).double() for name in Strayed._fields}
     sums["tokens"] = torch.ones_like(sums["top1"])
-    blocks = {name: [part.sum(1).tolist() for part in values.split(BLOCK, 1)] for name, values in sums.items()}
-    return [
-        {name: [block[row] for block in parts] for name, parts in blocks.items()} for row in range(len(found[0][0]))
-    ]
+    # [M, B, blocks] each
+    blocks = {
+        name: torch.stack([part.sum(-1) for part in values.split(BLOCK, -1)], -1).tolist()
+        for name, values in sums.items()
+    }
+    M, B, _ = sums["top1"].shape
+    return [[{name: values[m][b] for name, values in blocks.items()} for b in range(B)] for m in range(M)]
 
 
 def _mean(sums: Mapping[str, Sequence[float]], name: str, blocks: slice = slice(None)) -> float:

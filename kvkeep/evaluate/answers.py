@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import KVCache
-from ..group import CacheGroup
+from ..group import CacheGroup, sequences_of
 from ..model import attach, next_logits
 
 
@@ -60,9 +60,9 @@ def answer_together(
 
 
 def read_prompt(
-    model: PreTrainedModel, group: CacheGroup, prompt: Int[Tensor, "1 P"], future: Int[Tensor, "1 L"] | None
-) -> Float[Tensor, "1 V"]:
-    """Logits after the prompt, which every member has compressed; what `kvkeep.prefill` does, for all at once."""
+    model: PreTrainedModel, group: CacheGroup, prompt: Int[Tensor, "B P"], future: Int[Tensor, "B L"] | None
+) -> Float[Tensor, "B V"]:
+    """Logits after the prompts, which every member has compressed; what `kvkeep.prefill` does, for all at once."""
     oracles = [row for row, member in enumerate(group.members) if _needs_future(member)]
     if not oracles:
         return next_logits(model, group, input_ids=prompt)
@@ -87,7 +87,7 @@ def _hold(group: CacheGroup, rows: Sequence[int], holding: bool) -> None:
             layer.release()
 
 
-def _look_ahead(model: PreTrainedModel, group: CacheGroup, future: Int[Tensor, "1 L"]) -> None:
+def _look_ahead(model: PreTrainedModel, group: CacheGroup, future: Int[Tensor, "B L"]) -> None:
     """Show the members tokens that are taken back afterwards; sliding windows are the group's own and go with it."""
     plans = [member.plan for member in group.members]
     for plan in plans:
@@ -127,13 +127,14 @@ def _decode(
 def sizes_of(member: KVCache) -> dict[str, Any]:
     """What a cache holds now, as samples and rows call it.
 
-    `kept` is tokens per KV head, `cache_bytes` are measured, `full_bytes` is what transformers' own cache would hold.
+    `kept` is tokens per KV head, `cache_bytes` are measured, `full_bytes` is what transformers' own cache would hold;
+    bytes are of one sequence, where a cache holds several.
     """
-    report = member.report()
-    return {"kept": report.kept, "cache_bytes": report.bytes, "full_bytes": _stock_bytes(member)}
+    report, each = member.report(), sequences_of(member)
+    return {"kept": report.kept, "cache_bytes": report.bytes // each, "full_bytes": _stock_bytes(member)}
 
 
 def _stock_bytes(member: KVCache) -> int:
-    """Bytes of the keys and values of everything seen: what transformers' own cache holds in these layers."""
+    """Bytes of the keys and values of all that one sequence has seen: transformers' own cache holds as much for it."""
     slots = [(layer.seen, layer.slots) for layer in member.managed if layer.slots is not None]
-    return sum(seen * (held.keys[:, :, 0].nbytes + held.values[:, :, 0].nbytes) for seen, held in slots)
+    return sum(seen * (held.keys[0, :, 0].nbytes + held.values[0, :, 0].nbytes) for seen, held in slots)

@@ -163,13 +163,16 @@ class _Session(TextSession):
     def how(self) -> dict[str, Any]:
         return asdict(self.events)
 
-    def read(self, item: Item, arms: Sequence[Arm], place: int) -> Iterator[tuple[Arm, dict[str, Any]]]:
+    def read(
+        self, items: Sequence[Item], arms: Sequence[Arm], place: int
+    ) -> Iterator[tuple[Item, Arm, dict[str, Any]]]:
+        [item] = items
         accounts = self._read(item, keep_views=place < self.views)
         texts = {"prompt_tokens": item.num_tokens, "extra": {"tokens": item.branches[0].given.shape[1]}}
         for arm in arms:
             if accounts[arm].keeps_view:
                 _write_view(self.folder, arm, self._view(item, accounts[arm]))
-            yield arm, {**accounts[arm].record(), **texts}
+            yield item, arm, {**accounts[arm].record(), **texts}
 
     @torch.inference_mode()
     def _read(self, item: Item, *, keep_views: bool) -> "dict[Arm, _Account]":

@@ -1,10 +1,10 @@
 """Texts behind prompts, read under every arm: what agreement and diagnoses have in common.
 
-P prompt tokens, T tokens behind the prompt.
+B texts read together, P prompt tokens, T tokens behind the prompt.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,12 +33,13 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TextSession(ABC):
-    """One model that reads texts under every arm."""
+    """One model that reads texts under every arm, at most `batch` texts of equal lengths at once."""
 
     model: PreTrainedModel
     tokenizer: Any
     arms: Sequence[Arm]
     seed: int
+    batch: int = 1
 
     @property
     def all_arms(self) -> Sequence[Arm]:
@@ -51,8 +52,10 @@ class TextSession(ABC):
         """How texts are read, as far as a number depends on it."""
 
     @abstractmethod
-    def read(self, item: Item, arms: Sequence[Arm], place: int) -> Iterable[tuple[Arm, dict[str, Any]]]:
-        """The measured part of a sample for each of the arms; `place` counts the texts."""
+    def read(
+        self, items: Sequence[Item], arms: Sequence[Arm], place: int
+    ) -> Iterable[tuple[Item, Arm, dict[str, Any]]]:
+        """The measured part of a sample for each text and arm; `place` counts the texts before these."""
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -63,12 +66,15 @@ class TextSession(ABC):
     def run(
         self, items: Sequence[Item], out: Path, *, model_name: str, progress: Progress, command: str | None
     ) -> Records:
-        """Read what `out`/samples.jsonl does not have yet; each text is saved before the next begins."""
+        """Read what `out`/samples.jsonl does not have yet; what is read at once is saved before the next begins."""
         with SampleLog(output_folder(out) / "samples.jsonl") as log:
             refuse_other_settings(log, model_name, self.settings)
-            for place, item in enumerate(items):
-                progress(place, len(items), item.source)
-                self._finish(log, item, model_name, place)
+            place = 0
+            for texts, missing in self._batches(log, items, model_name):
+                progress(place, len(items), texts[0].source)
+                for item, arm, record in self.read(texts, missing, place) if missing else ():
+                    log.append({**self._naming(model_name, item, arm), **record, "settings": self.settings})
+                place += len(texts)
             progress(len(items), len(items), "")
             stamp = manifest(model_name, dtype=str(self.model.dtype), device=str(self.model.device), command=command)
             keys = {self._key(model_name, item, arm) for item in items for arm in self.all_arms}
@@ -77,32 +83,54 @@ class TextSession(ABC):
     def _key(self, model_name: str, item: Item, arm: Arm) -> str:
         return "/".join([model_name, item.key, *arm, digest_of(self.settings)])
 
-    def _finish(self, log: SampleLog, item: Item, model_name: str, place: int) -> None:
-        missing = [arm for arm in self.all_arms if not log.done(self._key(model_name, item, arm))]
-        if not missing:
-            return
-        naming = {"model": model_name, "task": item.source, "split": item.split, "index": item.name, "seed": self.seed}
-        for arm, record in self.read(item, missing, place):
-            key = self._key(model_name, item, arm)
-            log.append({"key": key, **naming, **arm._asdict(), **record, "settings": self.settings})
+    def _batches(
+        self, log: SampleLog, items: Sequence[Item], model_name: str
+    ) -> Iterator[tuple[list[Item], tuple[Arm, ...]]]:
+        """Texts that can be read together, each with the arms that the log does not have for them."""
+        alike: dict[Any, list[Item]] = {}
+        for item in items:
+            missing = tuple(arm for arm in self.all_arms if not log.done(self._key(model_name, item, arm)))
+            alike.setdefault((missing, _shape(item)), []).append(item)
+        for (missing, shape), texts in alike.items():
+            size = self.batch if shape.num_new == 0 else 1
+            for start in range(0, len(texts), size):
+                yield texts[start : start + size], missing
+
+    def _naming(self, model_name: str, item: Item, arm: Arm) -> dict[str, Any]:
+        key = self._key(model_name, item, arm)
+        text = {"task": item.source, "split": item.split, "index": item.name, "seed": self.seed}
+        return {"key": key, "model": model_name, **text, **arm._asdict()}
+
+
+class _Shape(NamedTuple):
+    """Lengths of a prompt and of the text behind it, and tokens that the model is to add to that."""
+
+    prompt: int
+    text: int
+    num_new: int
+
+
+def _shape(item: Item) -> _Shape:
+    given, num_new = item.branches[0]
+    return _Shape(item.num_tokens, given.shape[1], num_new)
 
 
 class Begun(NamedTuple):
-    """Caches that have compressed all of a prompt but its last token, and the token before each of the text."""
+    """Caches that have compressed all of their prompts but the last token, and the token before each of the texts."""
 
     group: CacheGroup
-    fed: Int[Tensor, "1 T"]
+    fed: Int[Tensor, "B T"]
 
 
 def begin(
-    model: PreTrainedModel, members: Iterable[KVCache], prompt: Int[Tensor, "1 P"], text: Int[Tensor, "1 T"]
+    model: PreTrainedModel, members: Iterable[KVCache], prompt: Int[Tensor, "B P"], text: Int[Tensor, "B T"]
 ) -> Begun:
-    """Read a prompt into all members, so that the first token of the text too is told by a compressed cache."""
+    """Read prompts into all members, so that the first token of the text too is told by a compressed cache."""
     group = CacheGroup(members)
     read_prompt(model, group, prompt[:, :-1], torch.cat([prompt[:, -1:], text], dim=1))
     return Begun(group, fed(prompt, text))
 
 
-def fed(prompt: Int[Tensor, "1 P"], text: Int[Tensor, "1 T"]) -> Int[Tensor, "1 T"]:
-    """The token before each of the text."""
+def fed(prompt: Int[Tensor, "B P"], text: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """The token before each of the texts."""
     return torch.cat([prompt[:, -1:], text[:, :-1]], dim=1)
