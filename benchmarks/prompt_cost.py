@@ -1,10 +1,10 @@
-"""What looking ahead costs: rows of the time it adds to reading a prompt, and of the bytes it takes meanwhile.
+"""What policies cost while a prompt is read: rows of the time they add, and of the bytes a look-ahead takes meanwhile.
 
-    python benchmarks/lorekv_cost.py --out results/lorekv
+    python benchmarks/prompt_cost.py --out results/prompt-cost
 
-Embedded model, bf16, one thread, prompts of the bundled novels. In every round each policy reads the prompt once, in
-turns. Time is the processor time of this process, which others on the machine change less than the clock on the wall.
-A kept look-ahead is compared with an answer as long under the full cache.
+Embedded model, one thread, prompts of the bundled novels. In every round each policy reads the prompt once, in turns,
+beside the plainest one (streaming). Time is the processor time of this process, which others on the machine change less
+than the clock on the wall. A kept look-ahead is compared with an answer as long under the full cache.
 """
 
 import argparse
@@ -25,7 +25,21 @@ from kvkeep.evaluate.tasks import demo_document
 from kvkeep.policies import make_policy
 
 PLAIN = "streaming"
-ARMS = ("snapkv", "lorekv(futures=0)", "lorekv(futures=1)", "lorekv", "lorekv(steps=32)", "lorekv(objective=mass)")
+ARMS = (
+    "knorm",
+    "keydiff",
+    "lagkv",
+    "tova",
+    "snapkv",
+    "h2o",
+    "expected_attention",
+    "kvp",
+    "lorekv(futures=0)",
+    "lorekv(futures=1)",
+    "lorekv",
+    "lorekv(steps=32)",
+    "lorekv(objective=mass)",
+)
 KEPT = "lorekv(kept=True)"
 
 
@@ -79,15 +93,16 @@ def look_ahead_bytes(model: Any, prompt: torch.Tensor, policy: str, budget: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=128)
+    parser.add_argument("--dtype", default="fast")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model, tokenizer = kvkeep.load("smollm2")
+    model, tokenizer = kvkeep.load("smollm2", dtype=options.dtype)
     text, _ = demo_document(options.tokens + 64, lambda text: len(tokenizer(text).input_ids), 0)
     prompt = tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens]
-    common = {"length": options.tokens, "budget": str(options.budget), **manifest("smollm2", dtype="bfloat16")}
+    common = {"length": options.tokens, "budget": str(options.budget), **manifest("smollm2", dtype=str(model.dtype))}
     rows = []
     for arm in ("lorekv(futures=1)", "lorekv", "lorekv(steps=32)"):
         held = look_ahead_bytes(model, prompt, arm, options.budget)
