@@ -19,8 +19,8 @@ test: .venv/installed-dev
 	@$(TEST) .venv/bin/python -m pytest -q -n auto --dist worksteal -m slow tests/test_examples.py
 
 test-519: .venv-5.19/installed-dev
-	@echo "test-519: the fast suite, transformers 5.19"
-	@$(TEST) .venv-5.19/bin/python -m pytest -q -n auto --dist worksteal
+	@echo "test-519: the fast suite, transformers 5.19, without the checks of shapes"
+	@$(TEST) JAXTYPING_DISABLE=1 .venv-5.19/bin/python -m pytest -q -n auto --dist worksteal
 
 lint: .venv/installed-dev
 	@echo "lint: ruff check"; .venv/bin/ruff check -q

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 # Only the folder of fetched models is read; before transformers is imported, which reads this once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,8 +13,10 @@ import jaxtyping
 import pytest
 import torch
 
-# Before kvkeep is imported: from here on each call of its functions checks types and shapes.
+# Before kvkeep is imported: from here on each call of its functions checks types and shapes, where that is asked for.
 jaxtyping.install_import_hook("kvkeep", "beartype.beartype")
+# JAXTYPING_DISABLE=1 leaves the checks out
+CHECKED = not jaxtyping.config.jaxtyping_disable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,6 +25,13 @@ if TYPE_CHECKING:
 
 # Two busy cores: with more threads timings explode, and sums change their order.
 torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Checks double a test's time, and its variants make much the same calls: one variant in four checks shapes."""
+    variant = hasattr(item, "callspec") and crc32(item.nodeid.encode()) % 4 > 0
+    jaxtyping.config.update("jaxtyping_disable", not CHECKED or variant)
+
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 128,
