@@ -15,6 +15,7 @@ from .lm_eval import lm_eval
 from .models import models
 from .replay import replay
 from .report import report
+from .solve import solve
 from .trace import trace
 from .train import app as train
 
@@ -44,6 +45,7 @@ app.command(name="eval")(evaluate)
 app.command(name="lm-eval", context_settings={"ignore_unknown_options": True})(lm_eval)
 app.command()(agreement)
 app.command()(diagnose)
+app.command()(solve)
 app.command()(bench)
 app.command()(trace)
 app.command()(replay)

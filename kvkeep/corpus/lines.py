@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtyping import Int
 from jinja2 import TemplateError
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..evaluate.prompts import token_ids, user_turn
 from .reading import Draft, Reading, cut, digest, read_text, split_of
 
+T = TypeVar("T")
 # where a line may hold its prompt, and what follows it
 PROMPTS = ("prompt", "question", "input")
 ANSWERS = ("futures", "answer", "response", "output")
@@ -37,20 +38,31 @@ def conversation_drafts(path: Path, reading: Reading) -> Iterator[Draft]:
     return _drafts(path, reading, _whole)
 
 
-def _drafts(path: Path, reading: Reading, draft: Callable[..., Draft]) -> Iterator[Draft]:
+def each_line(path: Path, build: Callable[[str, str], T]) -> Iterator[T]:
+    """What `build` makes of each line's number and text, blank lines left out.
+
+    Raises:
+        ValueError: for a file without lines, and, naming the line, for what `build` refuses.
+    """
     lines = [(number, line) for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} is empty")
     for number, line in lines:
-        if split_of(line) == reading.split:
-            try:
-                yield draft(_object(line), path.stem, f"{number:05d}", reading)
-            except (ValueError, TemplateError) as error:
-                raise ValueError(f"{path}: line {number}: {error}") from error
+        try:
+            yield build(f"{number:05d}", line)
+        except (ValueError, TemplateError) as error:
+            raise ValueError(f"{path}: line {number}: {error}") from error
+
+
+def _drafts(path: Path, reading: Reading, draft: Callable[..., Draft]) -> Iterator[Draft]:
+    def build(name: str, line: str) -> Draft | None:
+        return draft(object_of(line), path.stem, name, reading) if split_of(line) == reading.split else None
+
+    return (found for found in each_line(path, build) if found is not None)
 
 
 def _draft(record: Mapping[str, Any], stem: str, name: str, reading: Reading) -> Draft:
-    prompt, tokenizer = _first(record, PROMPTS), reading.tokenizer
+    prompt, tokenizer = first_of(record, PROMPTS), reading.tokenizer
     if not isinstance(prompt, str) or "messages" in record:
         return _whole(record, stem, name, reading)
     turn, special = user_turn(tokenizer, prompt), tokenizer.chat_template is None
@@ -79,7 +91,7 @@ def _whole(record: Mapping[str, Any], stem: str, name: str, reading: Reading) ->
 
 def _conversation(record: Mapping[str, Any]) -> list[dict[str, str]]:
     """Turns from messages, from the longest path of a message tree, or from a prompt and its answer."""
-    prompt = _first(record, PROMPTS)
+    prompt = first_of(record, PROMPTS)
     if isinstance(record.get("messages"), list):
         return [_message(message) for message in record["messages"]]
     if isinstance(prompt, Mapping):
@@ -110,20 +122,22 @@ def _conversation_ids(tokenizer: Any, messages: list[dict[str, str]]) -> Int[Ten
     return token_ids(tokenizer, tokenizer.apply_chat_template(messages, tokenize=False))
 
 
-def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+def first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The first of these fields that there is, None if there is none."""
     return next((record[name] for name in names if record.get(name) is not None), None)
 
 
 def _texts(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """The first of these fields, which holds one text or several; none where there is no such field."""
-    found = _first(record, names)
+    found = first_of(record, names)
     texts = [found] if isinstance(found, str) else found or []
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{' or '.join(names)} must be a text or a list of texts, got {found!r:.80}")
     return texts
 
 
-def _object(line: str) -> dict[str, Any]:
+def object_of(line: str) -> dict[str, Any]:
+    """The object that a line holds."""
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")

@@ -27,7 +27,7 @@ from ..model import attach, next_logits
 from ..policies import POLICIES, Observation, parse
 from ..recorder import Item
 from .answers import sizes_of
-from .rows import Row, bootstrap, replace_file, write_rows
+from .rows import Row, bootstrap_ratio, replace_file, write_rows
 from .run import FULL, Arm, Progress, arms_of
 from .texts import TextSession, begin
 from .watching import watched
@@ -497,8 +497,7 @@ def _row(metric: Metric, group: Sequence[Mapping[str, Any]], naming: Mapping[str
     )
     if not sum(over):
         return None
-    ratios = [share / all if all else 0.0 for share, all in zip(shares, over, strict=True)]
-    bounds = bootstrap(ratios, weights=over)
+    bounds = bootstrap_ratio(shares, over)
     splits = {record["split"] for record in group}
     sizes: dict[str, Any] = {
         name: fmean(record[name] for record in group)

@@ -213,38 +213,39 @@ def wilson(successes: int, n: int) -> Interval:
     return Interval(low, high, "wilson")
 
 
-def bootstrap(
-    values: Sequence[float | int],
-    resamples: int = 2000,
-    seed: int = 0,
-    *,
-    weights: Sequence[float | int] | None = None,
-) -> Interval:
-    """Percentile bootstrap interval of the mean, for scores other than 0 and 1 (Efron 1979).
+def bootstrap(values: Sequence[float | int], resamples: int = 2000, seed: int = 0) -> Interval:
+    """Percentile bootstrap interval of the mean, for scores other than 0 and 1 (Efron 1979)."""
+    return bootstrap_ratio(values, [1] * len(values), resamples, seed)
 
-    With `weights` of a weighted mean, such as a ratio of two sums: values are ratios, weights what they are shares of.
+
+def bootstrap_ratio(
+    above: Sequence[float | int], below: Sequence[float | int], resamples: int = 2000, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap interval of the ratio of two sums over the same samples, drawn as pairs.
+
+    Raises:
+        ValueError: without a finite value, or where `below` sums up to nothing.
     """
     import numpy as np
 
-    data = np.asarray(values, dtype=np.float64)
-    share = np.ones_like(data) if weights is None else np.asarray(weights, dtype=np.float64)
-    if data.size < 1 or resamples < 1 or not np.isfinite(data).all():
+    tops, bottoms = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
+    if tops.size < 1 or resamples < 1 or not np.isfinite(tops).all() or not bottoms.sum() > 0:
         raise ValueError(
-            f"{data.size} values, {resamples} resamples; at least one finite value and one resample needed"
+            f"{tops.size} values, {resamples} resamples; at least one finite value and one resample needed"
         )
     generator = np.random.default_rng(seed)
     # blocks of a million draws bound the memory, whatever the number of values
-    block = max(1, 1_000_000 // data.size)
+    block = max(1, 1_000_000 // tops.size)
     sizes = [min(block, resamples - start) for start in range(0, resamples, block)]
-    means = []
+    ratios = []
     for size in sizes:
-        drawn = generator.integers(data.size, size=(size, data.size))
-        weight = share[drawn].sum(1)
-        # a draw of weights that are all 0 says nothing
-        means.append((data * share)[drawn].sum(1)[weight > 0] / weight[weight > 0])
-    mean = (data * share).sum() / share.sum()
-    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
-    return Interval(float(min(low, mean)), float(max(high, mean)), "bootstrap")
+        drawn = generator.integers(tops.size, size=(size, tops.size))
+        sums = bottoms[drawn].sum(1)
+        # a draw of nothing but zeros says nothing
+        ratios.append(tops[drawn].sum(1)[sums > 0] / sums[sums > 0])
+    ratio = tops.sum() / bottoms.sum()
+    low, high = np.quantile(np.concatenate(ratios), (0.025, 0.975))
+    return Interval(float(min(low, ratio)), float(max(high, ratio)), "bootstrap")
 
 
 def interval(scores: Sequence[float | int]) -> Interval | None:

@@ -3,11 +3,8 @@
 B texts read together, P prompt tokens, T tokens behind the prompt.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,91 +12,27 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import __version__
 from ..cache import KVCache
 from ..group import CacheGroup
 from ..recorder import Item
 from .answers import read_prompt
-from .rows import SampleLog, manifest
-from .run import Arm, Progress, digest_of, output_folder, refuse_other_settings, weights_digest
-
-
-class Records(NamedTuple):
-    """The samples of a session, whenever they were measured, and the manifest for their rows."""
-
-    records: list[Mapping[str, Any]]
-    stamp: dict[str, Any]
+from .run import Arm
+from .session import Missing, Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSession(ABC):
-    """One model that reads texts under every arm, at most `batch` texts of equal lengths at once."""
+class TextSession(Session[Item]):
+    """One model that reads texts under every arm; texts of equal lengths are read together."""
 
-    model: PreTrainedModel
-    tokenizer: Any
-    arms: Sequence[Arm]
-    seed: int
-    batch: int = 1
-
-    @property
-    def all_arms(self) -> Sequence[Arm]:
-        """The arms that get a sample of each text."""
-        return self.arms
-
-    @property
-    @abstractmethod
-    def how(self) -> dict[str, Any]:
-        """How texts are read, as far as a number depends on it."""
-
-    @abstractmethod
-    def read(
-        self, items: Sequence[Item], arms: Sequence[Arm], place: int
-    ) -> Iterable[tuple[Item, Arm, dict[str, Any]]]:
-        """The measured part of a sample for each text and arm; `place` counts the texts before these."""
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """All that a number depends on and rows do not name."""
-        weights = weights_digest(self.model, self.tokenizer)
-        return {**self.how, "seed": self.seed, "weights": weights, "kvkeep": __version__}
-
-    def run(
-        self, items: Sequence[Item], out: Path, *, model_name: str, progress: Progress, command: str | None
-    ) -> Records:
-        """Read what `out`/samples.jsonl does not have yet; what is read at once is saved before the next begins."""
-        with SampleLog(output_folder(out) / "samples.jsonl") as log:
-            refuse_other_settings(log, model_name, self.settings)
-            place = 0
-            for texts, missing in self._batches(log, items, model_name):
-                progress(place, len(items), texts[0].source)
-                for item, arm, record in self.read(texts, missing, place) if missing else ():
-                    log.append({**self._naming(model_name, item, arm), **record, "settings": self.settings})
-                place += len(texts)
-            progress(len(items), len(items), "")
-            stamp = manifest(model_name, dtype=str(self.model.dtype), device=str(self.model.device), command=command)
-            keys = {self._key(model_name, item, arm) for item in items for arm in self.all_arms}
-            return Records([record for record in log.records if record["key"] in keys], stamp)
-
-    def _key(self, model_name: str, item: Item, arm: Arm) -> str:
-        return "/".join([model_name, item.key, *arm, digest_of(self.settings)])
-
-    def _batches(
-        self, log: SampleLog, items: Sequence[Item], model_name: str
-    ) -> Iterator[tuple[list[Item], tuple[Arm, ...]]]:
-        """Texts that can be read together, each with the arms that the log does not have for them."""
+    def parts(self, items: Sequence[Item], missing: Missing[Item]) -> Iterator[tuple[list[Item], tuple[Arm, ...]]]:
         alike: dict[Any, list[Item]] = {}
         for item in items:
-            missing = tuple(arm for arm in self.all_arms if not log.done(self._key(model_name, item, arm)))
-            alike.setdefault((missing, _shape(item)), []).append(item)
-        for (missing, shape), texts in alike.items():
+            alike.setdefault((missing(item), _shape(item)), []).append(item)
+        for (arms, shape), texts in alike.items():
+            # how long an answer will be is not known
             size = self.batch if shape.num_new == 0 else 1
             for start in range(0, len(texts), size):
-                yield texts[start : start + size], missing
-
-    def _naming(self, model_name: str, item: Item, arm: Arm) -> dict[str, Any]:
-        key = self._key(model_name, item, arm)
-        text = {"task": item.source, "split": item.split, "index": item.name, "seed": self.seed}
-        return {"key": key, "model": model_name, **text, **arm._asdict()}
+                yield texts[start : start + size], arms
 
 
 class _Shape(NamedTuple):
