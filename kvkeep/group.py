@@ -43,6 +43,11 @@ class CacheGroup(Cache):
             ]
         )
 
+    @property
+    def apart(self) -> bool:
+        """Whether members may hold different tokens, so that each must read on by itself."""
+        return any(layer.apart for layer in self.layers if isinstance(layer, _GroupLayer))
+
     def select(self, rows: Sequence[int]) -> "CacheGroup":
         """A group of the members `rows` alone, in that order; they stay the same objects.
 
@@ -103,6 +108,12 @@ class _GroupLayer(AttendingLayer):
             raise RuntimeError("a CacheGroup needs kvkeep.attach(model)")
         return super().update(key_states, value_states)
 
+    @property
+    def apart(self) -> bool:
+        """Whether several layers hold what is left of a longer text."""
+        evicted = (layer.slots is not None and layer.slots.kept < layer.seen for layer in self.layers)
+        return len(self.layers) > 1 and any(evicted)
+
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         slots = self.layers[0].slots
         each = keys.shape[0] if slots is None else slots.batch_size
@@ -116,7 +127,7 @@ class _GroupLayer(AttendingLayer):
         self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float
     ) -> Tensor:
         first, *others = self.layers
-        if others and any(layer.slots is not None and layer.slots.kept < layer.seen for layer in self.layers):
+        if self.apart:
             raise ValueError(
                 f"the {len(self.layers)} members of this group hold different tokens by now: give rows to each, "
                 "input_ids.repeat(len(group.members), 1)"

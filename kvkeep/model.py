@@ -201,7 +201,7 @@ def prefill(
         raise ValueError(f"{type(cache.policy).__name__} needs the future: pass future=, the tokens that will follow")
     mask = _full_mask(cache, input_ids, attention_mask)
     token_ids = _joined(cache, input_ids)
-    with attach(model), _expecting(cache, mask), torch.no_grad():
+    with attach(model), expecting(cache, mask), torch.no_grad():
         if future is None:
             output = _forward(model, input_ids, cache, mask, chunk)
         else:
@@ -249,7 +249,7 @@ def generate(
     if chunk is not None:
         kwargs["prefill_chunk_size"] = chunk
     kwargs[cache_argument(model)] = cache
-    with attach(model), _expecting(cache, attention_mask), _answering(cache):
+    with attach(model), expecting(cache, attention_mask), _answering(cache):
         output = model.generate(input_ids, attention_mask=attention_mask, **kwargs)  # type: ignore[operator]
     sequences = output if isinstance(output, Tensor) else output.sequences
     # beams and several samples of a prompt have moved the rows
@@ -349,7 +349,7 @@ def _forward(model: PreTrainedModel, input_ids: Tensor, cache: KVCache, mask: Te
 
 
 @contextmanager
-def _expecting(cache: KVCache, mask: Tensor) -> Iterator[None]:
+def expecting(cache: KVCache, mask: Tensor) -> Iterator[None]:
     """Where the prompt ends: a share counts all of it from its first chunk on, and drafts begin behind it."""
     cache.plan.expected = mask.sum(1).cpu()
     cache.plan.reads_prompt = mask.shape[1] - cache.get_seq_length() > 1

@@ -58,6 +58,27 @@ def test_a_group_answers_as_each_member_does_alone(tiny, family, follow):
         assert holds_the_same(cache, other), other
 
 
+@pytest.mark.parametrize("chunk", (1, 32))
+def test_a_prompt_in_chunks_leaves_what_each_member_keeps_of_it_alone(tiny, chunk):
+    model = tiny("llama")
+    caches, others = (
+        [KVCache(model)]
+        + [
+            KVCache(model, policy=policy, budget=budget)
+            for policy, budget in (("tova", 40), ("h2o", "30%"), ("lorekv", 60), ("qevict", 60), ("oracle", 40))
+        ]
+        for _ in range(2)
+    )
+    answers = together(model, caches, steps=4, chunk=chunk)
+    for answer, cache, other in zip(answers, caches, others, strict=True):
+        future = FUTURE if "future" in other.policy.needs else None
+        kvkeep.prefill(model, PROMPT, other, chunk=chunk, future=future)
+        read = torch.cat([PROMPT, FOLLOW_UP], 1)
+        alone = kvkeep.generate(model, read, cache=other, max_new_tokens=4, do_sample=False)[0, read.shape[1] :]
+        assert answer.tokens == alone.tolist(), other
+        assert holds_the_same(cache, other), other
+
+
 def test_without_a_follow_up_the_first_token_is_that_of_the_prompt(tiny):
     model, cache = tiny("llama"), KVCache(tiny("llama"), policy="knorm", budget=40)
     first = int(fill(model, KVCache(model)).argmax())

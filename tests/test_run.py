@@ -125,6 +125,20 @@ def test_the_oracle_can_be_asked(tiny, tmp_path):
     assert [row.policy for row in found] == ["full", "oracle", "oracle"]
 
 
+def test_a_prompt_may_stream_through_the_budget(tiny, tmp_path):
+    small = {"tasks": ["niah_single_1"], "num_samples": 1, "policies": ["tova"], "budgets": [64], "length": 500}
+    whole, streamed = (ask(tiny, tmp_path / str(chunk), chunk=chunk, **small) for chunk in (None, 64))
+    assert [row.extra.get("chunk") for row in (*whole, *streamed)] == [None, None, 64, 64]
+    assert [row.kept for row in streamed] == [row.kept for row in whole]
+    one, other = (saved(tmp_path / name)[1]["output"] for name in ("None", "64"))
+    # what a chunk does not show tova is gone
+    assert one != other
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        ask(tiny, tmp_path / "none", chunk=0, **small)
+    with pytest.raises(ValueError, match="under other settings"):
+        ask(tiny, tmp_path / "64", chunk=32, **small)
+
+
 def test_the_seed_reaches_policies_that_draw(tiny, tmp_path):
     caches = [run.Arm("random", "64").fresh_cache(tiny("llama"), seed) for seed in (0, 7)]
     assert [cache.policy.seed for cache in caches] == [0, 7]

@@ -44,6 +44,9 @@ def evaluate(
     templates: Templates = None,
     data: Data = None,
     max_new_tokens: Longest = None,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt read at once; the budget holds after each.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     folder: Annotated[Path, typer.Option("--out", "-o", help="For samples.jsonl and rows.jsonl.")] = Path("eval"),
@@ -59,6 +62,8 @@ def evaluate(
     `kvkeep eval --task niah_single_2,vt --policy snapkv,tova -n 10`
 
     `kvkeep eval --policy all --question inside --question after`
+
+    `kvkeep eval --task niah_single_2 --policy kvpop,h2o --budget 256 --chunk 16`
 
     `kvkeep report eval/rows.jsonl --samples eval/samples.jsonl`
     """
@@ -78,6 +83,7 @@ def evaluate(
         "templates": templates,
         "data": data,
         "max_new_tokens": max_new_tokens,
+        "chunk": chunk,
     }
     rows: list[Row] = []
     with quiet_transformers():

@@ -4,6 +4,7 @@ M members, P prompt tokens, F tokens that follow it, L tokens looked ahead at.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..cache import KVCache
 from ..group import CacheGroup, sequences_of
-from ..model import attach, next_logits
+from ..model import attach, expecting, next_logits
 
 
 class Answer(NamedTuple):
@@ -33,6 +34,7 @@ def answer_together(
     follow_up: Int[Tensor, "1 F"],
     *,
     future: Int[Tensor, "1 L"] | None = None,
+    chunk: int | None = None,
     max_new_tokens: int,
     ends: Collection[int] = (),
 ) -> list[Answer]:
@@ -42,6 +44,7 @@ def answer_together(
         members: fresh caches; each compresses the prompt, then reads `follow_up`, then decodes.
         follow_up: tokens behind the compressed prompt, such as the question about it; may be none.
         future: tokens that the oracle is shown before it evicts.
+        chunk: tokens of the prompt read at once; every budget holds after each. None reads it in one piece.
         max_new_tokens: longest answer.
         ends: tokens that end an answer; they are no part of it.
 
@@ -50,7 +53,7 @@ def answer_together(
     """
     with attach(model):
         group = CacheGroup(members)
-        logits = read_prompt(model, group, prompt, future)
+        logits = read_prompt(model, group, prompt, future, chunk)
         held = [sizes_of(member) for member in members]
         rows = len(members)
         if follow_up.shape[1]:
@@ -60,18 +63,38 @@ def answer_together(
 
 
 def read_prompt(
-    model: PreTrainedModel, group: CacheGroup, prompt: Int[Tensor, "B P"], future: Int[Tensor, "B L"] | None
-) -> Float[Tensor, "B V"]:
-    """Logits after the prompts, which every member has compressed; what `kvkeep.prefill` does, for all at once."""
+    model: PreTrainedModel,
+    group: CacheGroup,
+    prompt: Int[Tensor, "B P"],
+    future: Int[Tensor, "B L"] | None,
+    chunk: int | None = None,
+) -> Float[Tensor, "R V"]:
+    """Logits after the prompts, which every member has compressed; what `kvkeep.prefill` does, for all at once.
+
+    There is a row for each prompt, or one for each member and prompt where the members read on by themselves.
+    """
     oracles = [row for row, member in enumerate(group.members) if _needs_future(member)]
-    if not oracles:
-        return next_logits(model, group, input_ids=prompt)
-    if future is None:
-        raise ValueError("the oracle needs the future: pass future=, the tokens that will follow")
-    _hold(group, oracles, True)
-    logits = next_logits(model, group, input_ids=prompt)
-    _look_ahead(model, group.select(oracles), future)
-    _hold(group, oracles, False)
+    with ExitStack() as reading:
+        for member in group.members:
+            reading.enter_context(expecting(member, torch.ones_like(prompt)))
+        if not oracles:
+            return _read_chunks(model, group, prompt, chunk)
+        if future is None:
+            raise ValueError("the oracle needs the future: pass future=, the tokens that will follow")
+        _hold(group, oracles, True)
+        logits = _read_chunks(model, group, prompt, chunk)
+        _look_ahead(model, group.select(oracles), future)
+        _hold(group, oracles, False)
+        return logits
+
+
+def _read_chunks(
+    model: PreTrainedModel, group: CacheGroup, prompt: Int[Tensor, "B P"], chunk: int | None
+) -> Float[Tensor, "R V"]:
+    """Logits behind a prompt read in chunks: for all members at once until one has evicted."""
+    for part in prompt.split(chunk or prompt.shape[1], dim=1):
+        rows = len(group.members) if group.apart else 1
+        logits = next_logits(model, group, input_ids=part.repeat(rows, 1))
     return logits
 
 

@@ -61,6 +61,7 @@ def evaluate(
     templates: Path | None = None,
     data: Path | None = None,
     max_new_tokens: int | None = None,
+    chunk: int | None = None,
     progress: Progress = lambda done, total, task: None,
     command: str | None = None,
 ) -> list[Row]:
@@ -82,6 +83,8 @@ def evaluate(
         seed: for policies that draw at random; prompts depend on split and number alone.
         haystack, templates, data: other text, words and questions than the package's own (see `tasks.generate`).
         max_new_tokens: longest answer; None takes each task's own.
+        chunk: tokens of a prompt read at once, as when a text streams through a bounded cache; every budget holds after
+            each. 1 is what decoding does. None reads a prompt in one piece. Rows tell it in `extra`.
         progress: called before each prompt and at the end.
         command: how to run this again, for the rows; None takes this process's command line.
 
@@ -106,7 +109,9 @@ def evaluate(
         templates=templates,
         data=data,
     )
-    session = _Session(model=model, exam=exam, arms=arms_of(policies, budgets), question=question, seed=seed)
+    session = _Session(
+        model=model, exam=exam, arms=arms_of(policies, budgets), question=question, seed=seed, chunk=chunk
+    )
     session.check()
     naming = {"model": model_name, "length": length, "question": question, "split": split, "seed": seed}
     with SampleLog(output_folder(out) / "samples.jsonl") as log:
@@ -128,9 +133,12 @@ class _Session:
     arms: Sequence[Arm]
     question: str
     seed: int
+    chunk: int | None
 
     def check(self) -> None:
         """Refuse what cannot be, before any work."""
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
         for arm in self.arms:
             arm.fresh_cache(self.model, self.seed)
         self.exam.check()
@@ -140,7 +148,11 @@ class _Session:
     def settings(self) -> dict[str, Any]:
         """All that a score depends on and rows do not name."""
         weights = weights_digest(self.model, self.exam.tokenizer)
-        return {**self.exam.settings, "seed": self.seed, "weights": weights, "kvkeep": __version__}
+        return {**self.exam.settings, **self._reading, "seed": self.seed, "weights": weights, "kvkeep": __version__}
+
+    @property
+    def _reading(self) -> dict[str, int]:
+        return {} if self.chunk is None else {"chunk": self.chunk}
 
     def finish(self, log: SampleLog, naming: Mapping[str, Any]) -> None:
         """Ask one prompt under the arms that the log does not have yet, and save each answer."""
@@ -163,6 +175,7 @@ class _Session:
             prompt.compressed.to(device),
             prompt.follow_up.to(device),
             future=prompt.future.to(device),
+            chunk=self.chunk,
             max_new_tokens=sample.max_new_tokens,
             ends=end_tokens(self.model, tokenizer),
         )
@@ -177,6 +190,7 @@ class _Session:
                 "kept": answer.kept,
                 "cache_bytes": answer.cache_bytes,
                 "full_bytes": answer.full_bytes,
+                "extra": self._reading,
             }
 
 
