@@ -236,9 +236,10 @@ class Slots:
 
     def _write(self, index: Int[Tensor, "B H M"], arrays: dict[str, Tensor]) -> None:
         """Overwrite whole slots of keys and values, in place."""
-        place = _whole_slots(index)
         for name, new in arrays.items():
-            self._arrays[name][place] = new
+            # few slots: here an index for every number is the fastest
+            place = index.view(*index.shape, *[1] * (new.ndim - index.ndim)).expand_as(new)
+            self._arrays[name].scatter_(2, place, new)
 
     def _grow(self, capacity: int) -> None:
         for name, array in self._arrays.items():
