@@ -48,10 +48,14 @@ class KVP(LearnedPolicy):
         weights: weights shipped with kvkeep ("smollm2"), a folder, or a hub id.
         digest: checksum that the weights must have, if given.
         trained: agents at hand, in place of stored ones.
+        reach: a token is ranked by the mean score of those up to so many positions away, itself included, so that
+            what stands together stays together; 0 takes its own.
 
     Raises:
-        ValueError: for unknown weights, or others than those of `digest`.
+        ValueError: for unknown weights, or others than those of `digest`, and a negative reach.
     """
+
+    reach: int = 0
 
     method: ClassVar[str] = "kvp"
     side: ClassVar[tuple[str, ...]] = ("kvp",)
@@ -59,6 +63,11 @@ class KVP(LearnedPolicy):
     chunk_free: ClassVar[bool] = False
 
     _EVERY: ClassVar[int] = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reach < 0:
+            raise ValueError(f"reach must be 0 or more positions, got {self.reach}")
 
     @classmethod
     def network_of(cls, file: PolicyFile) -> Ranking:
@@ -70,6 +79,9 @@ class KVP(LearnedPolicy):
     ) -> PolicyFile:
         shape = AgentShape(**{"hidden": 16, **sizes_for(fingerprint, layers), **options})
         return agents_file(make_agents(shape, seed), fingerprint, layers, {"note": "not trained"})
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "reach": self.reach}
 
     def track(self, seen: Observation) -> None:
         seen.put("kvp", torch.full_like(seen.new_positions, _UNRANKED, dtype=torch.float32))
@@ -88,9 +100,29 @@ class KVP(LearnedPolicy):
         slots, side = seen.slots, seen.slots.side("kvp")
         arrays = (slots.keys, slots.values, slots.positions, seen.lengths)
         if bool(due.all()):
-            side.copy_(self.trained.score(seen.layer, *arrays))
+            side.copy_(self._scores(seen.layer, *arrays))
         else:
-            side[due] = self.trained.score(seen.layer, *(array[due] for array in arrays))
+            side[due] = self._scores(seen.layer, *(array[due] for array in arrays))
+
+    def _scores(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+        scores = self.trained.score(layer, keys, values, positions, lengths)
+        return mean_within(scores, positions, self.reach) if self.reach else scores
+
+
+def mean_within(scores: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], reach: int) -> Float[Tensor, "B H N"]:
+    """Mean over the tokens held at most `reach` positions away, in any order of slots, the empty ones left out."""
+    order = positions.argsort(-1)
+    at = positions.gather(-1, order)
+    own = scores.gather(-1, order).masked_fill(at == EMPTY, 0.0)
+    sums, counts = own.clone(), torch.ones_like(own)
+    # sorted by position, those in reach are no further away in slots
+    for away in range(1, min(reach, own.shape[-1] - 1) + 1):
+        near = (at[..., away:] - at[..., :-away] <= reach) & (at[..., :-away] != EMPTY)
+        sums[..., away:] += own[..., :-away] * near
+        sums[..., :-away] += own[..., away:] * near
+        counts[..., away:] += near
+        counts[..., :-away] += near
+    return torch.empty_like(scores).scatter_(-1, order, sums / counts)
 
 
 def agents_file(
