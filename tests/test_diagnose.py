@@ -110,13 +110,6 @@ def test_rows_are_over_texts_and_layers(tiny, tmp_path):
     assert sum(row.extra["tiers"].values()) == pytest.approx(1)
 
 
-def test_a_ratio_of_sums_is_resampled_as_one():
-    shares, over = [0.5, 0.25, 1.0, 0.0], [2, 4, 1, 0]
-    found = bootstrap(shares, weights=over)
-    assert found.low <= 3 / 7 <= found.high and found.low >= 0.25 and found.high <= 1
-    assert bootstrap(shares, weights=[3, 3, 3, 3]) == pytest.approx((*bootstrap(shares)[:2], "bootstrap"))
-
-
 # where tokens are
 
 

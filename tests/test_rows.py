@@ -24,6 +24,7 @@ from kvkeep.evaluate.rows import (
     Row,
     SampleLog,
     bootstrap,
+    bootstrap_ratio,
     interval,
     manifest,
     read_rows,
@@ -133,6 +134,18 @@ def test_bootstrap_agrees_with_the_normal_interval_on_many_values() -> None:
     half = 1.96 * stdev(values) / math.sqrt(len(values))
     low, high, _ = bootstrap(values)
     assert (low, high) == pytest.approx((fmean(values) - half, fmean(values) + half), abs=half / 10)
+
+
+def test_a_ratio_of_sums_is_drawn_in_pairs() -> None:
+    same = bootstrap_ratio([1, 0, 1, 1], [1, 0, 1, 1])
+    assert (same.low, same.high) == (1, 1)
+    half = bootstrap_ratio([1, 0] * 50, [1, 1] * 50)
+    assert half.low == pytest.approx(0.4, abs=0.03) and half.high == pytest.approx(0.6, abs=0.03)
+    found = bootstrap_ratio([0.5, 0.25, 1.0, 0.0], [2, 1, 1, 0])
+    assert 0.25 <= found.low <= 1.75 / 4 <= found.high <= 1
+    assert bootstrap_ratio([1, 2, 3], [2, 2, 2])[:2] == pytest.approx(bootstrap([0.5, 1, 1.5])[:2])
+    with pytest.raises(ValueError, match="at least one"):
+        bootstrap_ratio([1, 0], [0, 0])
 
 
 def test_bootstrap_covers_the_true_mean_about_as_often_as_it_says() -> None:

@@ -15,7 +15,7 @@ from kvkeep.cli import app
 from kvkeep.corpus.problems import problems_of
 from kvkeep.evaluate import solving
 from kvkeep.evaluate.prompts import token_ids, user_turn
-from kvkeep.evaluate.rows import bootstrap_ratio, read_rows, read_samples
+from kvkeep.evaluate.rows import read_rows, read_samples
 from kvkeep.evaluate.solving import Decoding, Problem, is_right, solve
 
 pytest.importorskip("math_verify", reason="grading needs math-verify")
@@ -58,15 +58,6 @@ def outputs(out) -> dict[tuple[str, str], str]:
 )
 def test_the_final_answer_is_what_is_graded(output, answer, right):
     assert is_right(output, answer) is right
-
-
-def test_a_ratio_of_sums_is_drawn_in_pairs():
-    same = bootstrap_ratio([1, 0, 1, 1], [1, 0, 1, 1])
-    assert same[:2] == (1, 1)
-    half = bootstrap_ratio([1, 0] * 50, [1, 1] * 50)
-    assert half.low == pytest.approx(0.4, abs=0.03) and half.high == pytest.approx(0.6, abs=0.03)
-    with pytest.raises(ValueError, match="at least one"):
-        bootstrap_ratio([1, 0], [0, 0])
 
 
 # answers
