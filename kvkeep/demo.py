@@ -15,12 +15,13 @@ from transformers.cache_utils import Cache
 
 from .cache import KVCache
 from .chat import prompt_ids
+from .evaluate.answers import until_end
 from .evaluate.rows import Row, summarise
 from .evaluate.run import policies_for
 from .evaluate.speed import STOCK, Arm, Prompt, decode, held_bytes, median_interval
 from .evaluate.tasks import Fact, demo_document
 from .group import CacheGroup
-from .model import attach, cache_argument
+from .model import attach, cache_argument, end_tokens
 
 ARMS = tuple(
     Arm(policy=policy, budget=budget)
@@ -77,7 +78,7 @@ def ask(
     records, prompts = [], {}
     for arm, cache, answer in zip([STOCK, *arms], [stock, *members], answers, strict=True):
         prompts[arm] = Prompt(cache, cache.get_seq_length(), answer[None, -1:])
-        output = tokenizer.decode(_until_end(model, answer), skip_special_tokens=True).strip()
+        output = tokenizer.decode(until_end(answer.tolist(), end_tokens(model)), skip_special_tokens=True).strip()
         sizes = {"kept": _kept(cache), "cache_bytes": held_bytes(cache), "full_bytes": held_bytes(stock)}
         records.append({**naming, **arm.names, **sizes, "prompt_tokens": input_ids.shape[1], **_judged(output, fact)})
     return Asked(records, prompts)
@@ -95,14 +96,6 @@ def _greedy(
         logits = model(tokens[-1], **argument).logits
         tokens.append(logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(tokens, dim=1)
-
-
-def _until_end(model: PreTrainedModel, answer: Int[Tensor, " T"]) -> list[int]:
-    """The tokens before the first one that ends the answer."""
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    tokens = answer.tolist()
-    return tokens[: next((place for place, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 def _kept(cache: Cache) -> float:

@@ -5,6 +5,7 @@ M members, P prompt tokens, F tokens that follow it, L tokens looked ahead at.
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -161,3 +162,8 @@ def _stock_bytes(member: KVCache) -> int:
     """Bytes of the keys and values of all that one sequence has seen: transformers' own cache holds as much for it."""
     slots = [(layer.seen, layer.slots) for layer in member.managed if layer.slots is not None]
     return sum(seen * (held.keys[0, :, 0].nbytes + held.values[0, :, 0].nbytes) for seen, held in slots)
+
+
+def until_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    """The tokens before the first one that ends an answer."""
+    return list(takewhile(lambda token: token not in ends, tokens))

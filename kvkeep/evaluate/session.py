@@ -88,8 +88,10 @@ class Session(ABC, Generic[T]):
             for part, arms in self.parts(items, missing):
                 progress(place, len(items), part[0].source)
                 for item, arm, record in self.read(part, arms, place) if arms else ():
-                    if arm in missing(item):
-                        log.append({**self._naming(model_name, item, arm), **record, "settings": self.settings})
+                    key = self._key(model_name, item, arm)
+                    if not log.done(key):
+                        naming = {"key": key, "model": model_name, **self._naming(item), **arm._asdict()}
+                        log.append({**naming, **record, "settings": self.settings})
                 place += len(part)
             progress(len(items), len(items), "")
             stamp = manifest(model_name, dtype=str(self.model.dtype), device=str(self.model.device), command=command)
@@ -99,7 +101,5 @@ class Session(ABC, Generic[T]):
     def _key(self, model_name: str, item: T, arm: Arm) -> str:
         return "/".join([model_name, item.key, *arm, digest_of(self.settings)])
 
-    def _naming(self, model_name: str, item: T, arm: Arm) -> dict[str, Any]:
-        key = self._key(model_name, item, arm)
-        prompt = {"task": item.source, "split": item.split, "index": item.name, "seed": self.seed}
-        return {"key": key, "model": model_name, **prompt, **arm._asdict()}
+    def _naming(self, item: T) -> dict[str, Any]:
+        return {"task": item.source, "split": item.split, "index": item.name, "seed": self.seed}

@@ -6,7 +6,6 @@ Each policy writes its own answer, so what it forgot leads it astray as it would
 every cache is fed the same text.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -15,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..cache import KVCache
 from ..model import generate
-from .answers import sizes_of
+from .answers import sizes_of, until_end
 from .prompts import token_ids, user_turn
 from .rows import Row, bootstrap_ratio, summarise, write_rows
-from .run import FULL, Arm, Progress, arms_of, end_tokens
+from .run import FULL, Arm, Progress, arms_of, digest_of, end_tokens
 from .session import Missing, Session
 
 INSTRUCTION = "Think step by step, and put the final answer into \\boxed{}."
@@ -103,8 +101,7 @@ class Attempt:
 
     @property
     def key(self) -> str:
-        digest = hashlib.sha256(repr((self.problem.statement, self.problem.answer)).encode()).hexdigest()[:12]
-        return f"{self.source}-{self.name}-{digest}"
+        return f"{self.source}-{self.name}-{digest_of(asdict(self.problem))}"
 
 
 def solve(
@@ -221,25 +218,18 @@ class _Session(Session[Attempt]):
 
     def _answers(self, held: KVCache, prompts: Sequence[Sequence[int]], draw_seed: int) -> list[list[int]]:
         """The tokens that each prompt is answered with, up to one that ends an answer."""
-        width, device = max(map(len, prompts)), self.model.device
-        rows: Int[Tensor, "B P"] = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.zeros_like(rows)
-        for row, prompt in enumerate(prompts):
-            rows[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
+        device, texts = self.model.device, [torch.tensor(prompt) for prompt in prompts]
+        rows, mask = (
+            pad_sequence(parts, batch_first=True, padding_side="left")
+            for parts in (texts, [torch.ones_like(text) for text in texts])
+        )
         ends = end_tokens(self.model, self.tokenizer)
         options = {**self.decoding.options, "eos_token_id": sorted(ends), "pad_token_id": min(ends)}
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(draw_seed)
-            written = generate(self.model, rows.to(device), cache=held, attention_mask=mask.to(device), **options)[
-                :, width:
-            ]
-        return [_until_end(row, ends) for row in written.tolist()]
-
-
-def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
-    stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:stop]
+            written = generate(self.model, rows.to(device), cache=held, attention_mask=mask.to(device), **options)
+        return [until_end(row, ends) for row in written[:, rows.shape[1] :].tolist()]
 
 
 def is_right(output: str, answer: str) -> bool:
