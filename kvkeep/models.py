@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -103,14 +102,11 @@ def load(
 
 def _chosen(dtype: "str | torch.dtype", device: "str | torch.device | None") -> "str | torch.dtype":
     """What transformers understands."""
-    import torch
+    from .arithmetic import multiplies_16_bits
 
     if dtype != "fast":
         return dtype
-    on_cpu = device is None or torch.device(device).type == "cpu"
-    # before AVX-512 x86 has no 16-bit numbers: their products take 5 to 9 times as long as in fp32 (docs/log.md)
-    old = platform.machine() in ("x86_64", "AMD64") and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-    return "float32" if on_cpu and old else "auto"
+    return "auto" if multiplies_16_bits(device) else "float32"
 
 
 def models() -> list[ModelInfo]:

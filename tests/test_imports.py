@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1] / "kvkeep"
 LEVELS = [
     {
         "names",
+        "arithmetic",
         "rotation",
         "slots",
         "quant",

@@ -82,7 +82,8 @@ def test_agents_of_several_sequences_say_what_they_say_of_each(architecture):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_16_bit_keys_are_ranked_almost_as_in_fp32_with_scores_that_do_not_tie(architecture, dtype):
+def test_16_bit_keys_are_ranked_almost_as_in_fp32_with_scores_that_do_not_tie(monkeypatch, architecture, dtype):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     agents, (keys, values, positions, length) = agents_and_tokens(architecture, N=400, dtype=dtype)
     exact = agents(keys.float(), values.float(), positions, length)
     rounded = agents(keys, values, positions, length)
@@ -90,6 +91,17 @@ def test_16_bit_keys_are_ranked_almost_as_in_fp32_with_scores_that_do_not_tie(ar
     assert all(len(row.unique()) > 390 for row in rounded)
     correlation = [torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(exact, rounded, strict=True)]
     assert min(correlation) > 0.995
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_16_bit_keys_are_multiplied_in_fp32_where_the_processor_has_no_16_bit_products(monkeypatch, architecture):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    agents, (keys, values, positions, length) = agents_and_tokens(architecture, dtype=torch.bfloat16)
+    exact = agents(keys.float(), values.float(), positions, length)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert torch.equal(agents(keys, values, positions, length), exact)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert not torch.equal(agents(keys, values, positions, length), exact)
 
 
 def test_places_are_bounded_and_the_protected_end_counts_as_its_edge():

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, silu
 
+from ..arithmetic import multiplies_16_bits
 from .stacks import EVERY, linear, make_stack, stacked_layer, stacked_norm, stacks_from
 
 # width of the position embedding in the paper's released code
@@ -75,7 +76,8 @@ class Agents(nn.Module, ABC):
         """Score of each token in fp32; only the order within an agent means something.
 
         Args:
-            keys, values: as cached. They decide the arithmetic: fp32 in fp32, all else in bf16.
+            keys, values: as cached. They decide the arithmetic: 16-bit ones are multiplied in bf16 where the device
+                does that quickly, all else in fp32.
             positions: true positions; scores of empty slots (-1) are arbitrary.
             lengths: tokens each sequence has seen.
             rows: the agents asked, such as those of one layer.
@@ -209,5 +211,6 @@ def _score(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _arithmetic(keys: Tensor) -> torch.dtype:
-    # fp16 would overflow where keys are large
-    return keys.dtype if keys.dtype == torch.float32 else torch.bfloat16
+    # never fp16, which would overflow where keys are large
+    quick = keys.dtype != torch.float32 and multiplies_16_bits(keys.device)
+    return torch.bfloat16 if quick else torch.float32
