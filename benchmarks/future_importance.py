@@ -14,8 +14,8 @@ from statistics import median
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvkeep.evaluate.rows import Row, manifest, write_rows
-from kvkeep.evaluate.speed import median_interval
+from kvkeep.evaluate.rows import manifest, write_rows
+from kvkeep.evaluate.speed import median_row
 from kvkeep.future import future_importance
 
 # query heads, KV heads, queries, keys, head size
@@ -58,24 +58,13 @@ def main() -> None:
     for size in SIZES:
         times = pairs(size, options.rounds)
         ratios = [ours / plain for plain, ours in times]
-        low, high = median_interval(ratios)
-        rows.append(
-            Row(
-                metric="future_importance_over_attention",
-                value=median(ratios),
-                low=low,
-                high=high,
-                interval="bootstrap",
-                n=len(ratios),
-                length=size[3],
-                extra={
-                    **dict(zip(("query_heads", "kv_heads", "queries", "keys", "head_size"), size, strict=True)),
-                    "attention_ms": 1000 * median(plain for plain, _ in times),
-                    "importance_ms": 1000 * median(ours for _, ours in times),
-                },
-                **manifest("none", dtype="float32"),
-            )
-        )
+        extra = {
+            **dict(zip(("query_heads", "kv_heads", "queries", "keys", "head_size"), size, strict=True)),
+            "attention_ms": 1000 * median(plain for plain, _ in times),
+            "importance_ms": 1000 * median(ours for _, ours in times),
+        }
+        common = {"length": size[3], "extra": extra, **manifest("none", dtype="float32")}
+        rows.append(median_row("future_importance_over_attention", ratios, common))
         print(f"{size}: {rows[-1].value:.2f} times one attention forward")
         write_rows(options.out / "rows.jsonl", rows)
 

@@ -9,7 +9,7 @@ than the clock on the wall. A kept look-ahead is compared with an answer as long
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,11 +20,12 @@ import kvkeep
 from kvkeep import KVCache
 from kvkeep.branches import Branches
 from kvkeep.evaluate.rows import Row, manifest, write_rows
-from kvkeep.evaluate.speed import median_interval
+from kvkeep.evaluate.speed import median_row
 from kvkeep.evaluate.tasks import demo_document
 from kvkeep.policies import make_policy
 
 PLAIN = "streaming"
+KEPT = "lorekv(kept=True)"
 ARMS = (
     "knorm",
     "keydiff",
@@ -39,8 +40,9 @@ ARMS = (
     "lorekv",
     "lorekv(steps=32)",
     "lorekv(objective=mass)",
+    KEPT,
 )
-KEPT = "lorekv(kept=True)"
+AHEAD = ("lorekv(futures=1)", "lorekv", "lorekv(steps=32)")
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -49,8 +51,8 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def one_round(model: Any, prompt: torch.Tensor, budget: int) -> dict[str, float]:
-    """Seconds of the plain prompt and of each arm, and what a kept look-ahead adds, over the plain prompt's."""
+def one_round(model: Any, prompt: torch.Tensor, budget: int, arms: Sequence[str]) -> dict[str, float]:
+    """Seconds of the plain prompt, and what each arm adds to them as a share."""
 
     def read(policy: str) -> float:
         return seconds(lambda: kvkeep.prefill(model, prompt, KVCache(model, policy=policy, budget=budget)))
@@ -60,9 +62,11 @@ def one_round(model: Any, prompt: torch.Tensor, budget: int) -> dict[str, float]
         options = {"max_new_tokens": length, "do_sample": False}
         return seconds(lambda: kvkeep.generate(model, prompt, cache=cache, **options))
 
+    def added(arm: str) -> float:
+        return answer(KEPT, budget) - answer(PLAIN, None) if arm == KEPT else read(arm) - plain
+
     plain = read(PLAIN)
-    added = {arm: (read(arm) - plain) / plain for arm in ARMS}
-    return {"plain": plain, **added, KEPT: (answer(KEPT, budget) - answer(PLAIN, None)) / plain}
+    return {"plain": plain, **{arm: added(arm) / plain for arm in arms}}
 
 
 def look_ahead_bytes(model: Any, prompt: torch.Tensor, policy: str, budget: int) -> dict[str, int]:
@@ -97,6 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=128)
     parser.add_argument("--dtype", default="fast")
+    parser.add_argument("--policy", nargs="+", default=ARMS, help="only these; names as for KVCache")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = kvkeep.load("smollm2", dtype=options.dtype)
@@ -104,30 +109,19 @@ def main() -> None:
     prompt = tokenizer(text, return_tensors="pt").input_ids[:, : options.tokens]
     common = {"length": options.tokens, "budget": str(options.budget), **manifest("smollm2", dtype=str(model.dtype))}
     rows = []
-    for arm in ("lorekv(futures=1)", "lorekv", "lorekv(steps=32)"):
+    for arm in (arm for arm in options.policy if arm in AHEAD):
         held = look_ahead_bytes(model, prompt, arm, options.budget)
         rows.append(Row(metric="look_ahead_bytes", value=held["own"], n=1, policy=arm, extra=held, **common))
         print(f"{arm}: {held['own']} bytes of keys and values beside {held['prompt']}, {held['queries']} of queries")
     write_rows(options.out / "rows.jsonl", rows)
-    rounds = [one_round(model, prompt, options.budget) for _ in range(options.rounds)]
+    rounds = [one_round(model, prompt, options.budget, options.policy) for _ in range(options.rounds)]
     plain = median(measured["plain"] for measured in rounds)
-    for arm in (*ARMS, KEPT):
+    common["extra"] = {"plain_prompt_s": plain, "clock": "process"}
+    for arm in options.policy:
         shares = [measured[arm] for measured in rounds]
-        low, high = median_interval(shares)
-        rows.append(
-            Row(
-                metric="time_added_to_the_prompt",
-                value=median(shares),
-                low=low,
-                high=high,
-                interval="bootstrap",
-                n=len(shares),
-                policy=arm,
-                extra={"plain_prompt_s": plain, "clock": "process"},
-                **common,
-            )
-        )
-        print(f"{arm}: adds {rows[-1].value:.1%} [{low:.1%}, {high:.1%}] to {plain:.1f} s")
+        rows.append(median_row("time_added_to_the_prompt", shares, {"policy": arm, **common}))
+        row = rows[-1]
+        print(f"{arm}: adds {row.value:.1%} [{row.low:.1%}, {row.high:.1%}] to {plain:.1f} s")
     write_rows(options.out / "rows.jsonl", rows)
 
 

@@ -279,7 +279,7 @@ def _prefill_rows(setting: dict[str, Any], read: dict[Arm, Measured], length: in
                 "dynamic_cache_tokens_per_s": length / median(stock.seconds),
             }
             common = {**setting, **arm.names, **_sizes(measured, stock), "task": "batch 1", "extra": extra}
-            rows.append(_row("prefill_ratio", _ratios(stock, measured), common))
+            rows.append(median_row("prefill_ratio", _ratios(stock, measured), common))
     return rows
 
 
@@ -291,10 +291,10 @@ def _decode_rows(setting: dict[str, Any], measured: dict[Arm, Measured], shape: 
             common = {**setting, **arm.names, **_sizes(ours, stock), "task": f"batch {shape.batch_size}"}
             common["extra"] = _decode_extra(ours, stock, shape)
             rows += [
-                _row("decode_ratio", _ratios(stock, ours), common),
-                _row("decode_tokens_per_s", shape.tokens_per_s(ours), common),
-                _row("limit_share", shape.limit_shares(ours), common),
-                _row("cache_bytes", [ours.held_bytes], common),
+                median_row("decode_ratio", _ratios(stock, ours), common),
+                median_row("decode_tokens_per_s", shape.tokens_per_s(ours), common),
+                median_row("limit_share", shape.limit_shares(ours), common),
+                median_row("cache_bytes", [ours.held_bytes], common),
             ]
     return rows
 
@@ -322,7 +322,8 @@ def _ratios(stock: Measured, ours: Measured) -> list[float]:
     return [theirs / mine for theirs, mine in zip(stock.seconds, ours.seconds, strict=True)]
 
 
-def _row(metric: str, rounds: Sequence[float | int], common: dict[str, Any]) -> Row:
+def median_row(metric: str, rounds: Sequence[float | int], common: dict[str, Any]) -> Row:
+    """The median of rounds with its interval, if there is more than one; `common` holds the row's other fields."""
     bounds: dict[str, Any] = {}
     if len(rounds) > 1:
         low, high = median_interval(rounds)
