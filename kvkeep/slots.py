@@ -64,6 +64,10 @@ class Slots:
     def side_names(self) -> tuple[str, ...]:
         return tuple(name for name in self._arrays if name not in ("keys", "values", "positions"))
 
+    def tokens(self, index: Int[Tensor, "B H ..."]) -> tuple[Tensor, Tensor]:
+        """Keys and values at slots `index`: its shape, and behind it the numbers of one slot."""
+        return self._gather("keys", index), self._gather("values", index)
+
     def side(self, name: str) -> Shaped[Tensor, "B H N ..."]:
         """The side array `name`, as a view that may be written."""
         return self._arrays[name][:, :, : self.length]
@@ -230,16 +234,20 @@ class Slots:
         self.streams = {name: move(stream) for name, stream in self.streams.items()}
         self.holes = None if self.holes is None else move(self.holes)
 
-    def _gather(self, name: str, index: Int[Tensor, "B H M"]) -> Tensor:
+    def _gather(self, name: str, index: Int[Tensor, "B H ..."]) -> Tensor:
         array = self._arrays[name]
-        return array.gather(2, index) if array.ndim == 3 else array[_whole_slots(index)]
+        if array.ndim == 3:
+            return array.gather(2, index)
+        if index.shape[2:] == (1,):
+            # one slot a head: here an index for every number is the fastest
+            return array.gather(2, _each_number(index, array.shape[3:]))
+        return array[_whole_slots(index)]
 
     def _write(self, index: Int[Tensor, "B H M"], arrays: dict[str, Tensor]) -> None:
         """Overwrite whole slots of keys and values, in place."""
         for name, new in arrays.items():
-            # few slots: here an index for every number is the fastest
-            place = index.view(*index.shape, *[1] * (new.ndim - index.ndim)).expand_as(new)
-            self._arrays[name].scatter_(2, place, new)
+            # few slots, as in _gather
+            self._arrays[name].scatter_(2, _each_number(index, new.shape[3:]), new)
 
     def _grow(self, capacity: int) -> None:
         for name, array in self._arrays.items():
@@ -254,10 +262,15 @@ class Slots:
         return torch.where(self.occupied, -1, order).amax(-1)
 
 
-def _whole_slots(index: Int[Tensor, "B H M"]) -> tuple[Tensor, Tensor, Tensor]:
-    """An index of rows of D numbers: on a CPU far faster than gather and scatter_ with an index for every number."""
+def _whole_slots(index: Int[Tensor, "B H ..."]) -> tuple[Tensor, Tensor, Tensor]:
+    """An index of rows of D numbers: for many slots far faster on a CPU than one for every number."""
     rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
-    return rows[:, None, None], heads[:, None], index
+    last = [1] * (index.ndim - 2)
+    return rows.view(-1, 1, *last), heads.view(-1, *last), index
+
+
+def _each_number(index: Int[Tensor, "B H M"], size: torch.Size) -> Int[Tensor, "B H M ..."]:
+    return index.view(*index.shape, *[1] * len(size)).expand(*index.shape, *size)
 
 
 def _with_room(array: Tensor, holes: int, room: int) -> Tensor:

@@ -182,7 +182,7 @@ class TieredLayer(KVLayer):
             return None
         index = held.slot.gather(2, chosen[..., None].expand(*chosen.shape, held.slot.shape[-1]))
         starts = held.starts.gather(2, chosen).masked_fill(~fresh.gather(2, chosen), EMPTY)
-        keys, values = self._tokens(index)
+        keys, values = self._slots.tokens(index)
         return codec.encode(keys, values, starts, worth.gather(2, chosen))
 
     def _decoded(self, risen: Bool[Tensor, "B H W"], codec: Codec) -> Slots | None:
@@ -201,11 +201,6 @@ class TieredLayer(KVLayer):
             codec.positions(coded.positions).flatten(2),
             dict.fromkeys(slots.side_names, worth),
         )
-
-    def _tokens(self, index: Int[Tensor, "B H F w"]) -> tuple[Float[Tensor, "B H F w D"], Float[Tensor, "B H F w Dv"]]:
-        rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
-        place = (rows[:, None, None, None], heads[:, None, None], index)
-        return self._slots.keys[place], self._slots.values[place]
 
     def _kept_tokens(self, held: _InSlots, full: Bool[Tensor, "B H F"]) -> Bool[Tensor, "B H N"]:
         """Marks slots of sinks, recent tokens, and windows in full precision."""
@@ -318,7 +313,7 @@ class TieredLayer(KVLayer):
         plain = self._plain_codec
         if seen.queries is None or seen.scale is None or not bool(self._over_budget().any()):
             return plain
-        keys, _ = self._tokens(held.slot)
+        keys, _ = self._slots.tokens(held.slot)
         queries = seen.queries[:, :, -_GUARD_QUERIES:]
         return guarded_codec(plain, keys, held.starts, queries, seen.scale, self._tiers.guard)
 

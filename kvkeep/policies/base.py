@@ -6,6 +6,7 @@ B sequences, H KV heads, G query heads per KV head, N slots, T new tokens, D hea
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -96,15 +97,15 @@ class Observation:
     held: bool = False
     futures: Futures | None = None
 
-    @property
+    @cached_property
     def new_keys(self) -> Float[Tensor, "B H T D"]:
         return self._of_new(self.slots.keys)
 
-    @property
+    @cached_property
     def new_values(self) -> Float[Tensor, "B H T Dv"]:
         return self._of_new(self.slots.values)
 
-    @property
+    @cached_property
     def new_positions(self) -> Int[Tensor, "B H T"]:
         return self._of_new(self.slots.positions)
 

@@ -158,11 +158,9 @@ class _Cells:
         self._home = torch.zeros_like(order).scatter_(-1, order, rank.clamp(min=0))
         self.positions = positions.gather(-1, self._slot).masked_fill(cell == EMPTY, EMPTY)
         self.sizes = (cell != EMPTY).unflatten(-1, (-1, chunk)).sum(-1).clamp(min=1)
-        rows, heads = (torch.arange(size, device=at.device) for size in at.shape[:2])
-        whole = rows[:, None, None], heads[:, None], self._slot
         dtype = torch.promote_types(slots.keys.dtype, dtype)
-        self.keys = slots.keys[whole].to(dtype)
-        self.values = slots.values[whole].to(dtype).unflatten(2, (-1, chunk))
+        keys, values = slots.tokens(self._slot)
+        self.keys, self.values = keys.to(dtype), values.to(dtype).unflatten(2, (-1, chunk))
 
     def of(self, marks: Bool[Tensor, "B H N"]) -> Bool[Tensor, "B H C c"]:
         """Marks of slots, at their cells."""

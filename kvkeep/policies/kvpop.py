@@ -81,8 +81,12 @@ class KVpop(LearnedPolicy):
         rows = self.trained.rows(seen.layer, slots.keys.shape[1])
         valid = seen.new_positions[:, :1] != EMPTY
         with torch.no_grad():
-            new = scorers.tokens(seen.new_keys, seen.new_values, seen.new_positions)
-            asked = new if delay == 0 else scorers.tokens(*_tokens(slots, index), places)
+            arrays = (seen.new_keys, seen.new_values, seen.new_positions)
+            if delay == 0:
+                asked = new = scorers.tokens(*arrays)
+            else:
+                pairs = zip((*slots.tokens(index), places), arrays, strict=True)
+                asked, new = scorers.tokens(*(torch.cat(pair, 2) for pair in pairs)).chunk(2, dim=2)
             scores, memory = scorers.judge(asked, new, _memory(slots), valid, rows)
             priority = static_priority(scores, places, scorers.log_decay[rows])
         slots.side("kvpop").scatter_(2, index, priority)
@@ -155,13 +159,6 @@ def _memory(slots: Slots) -> Memory | None:
 def _keep(slots: Slots, memory: Memory | None) -> None:
     for name, array in zip((_HELD, _LEVEL), memory or (), strict=memory is not None):
         slots.streams[name].copy_(array)
-
-
-def _tokens(slots: Slots, index: Int[Tensor, "B H T"]) -> tuple[Float[Tensor, "B H T D"], Float[Tensor, "B H T Dv"]]:
-    """Keys and values of these slots."""
-    rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
-    place = (rows[:, None, None], heads[:, None], index)
-    return slots.keys[place], slots.values[place]
 
 
 def _new_slots(seen: Observation) -> Int[Tensor, "B H T"]:

@@ -152,7 +152,8 @@ class Scorers(nn.Module):
         """What is read of tokens, in fp32: keys, turned back to position 0, and values, side by side."""
         keys = keys.float()
         if self.shape.turned:
-            angles = (positions[..., None] * self.frequencies).repeat(*[1] * positions.ndim, 2)
+            half = positions[..., None] * self.frequencies
+            angles = torch.cat([half, half], dim=-1)
             keys = rotate(keys, angles.cos(), -angles.sin())
         return torch.cat([keys, values.float()], dim=-1)
 
