@@ -42,10 +42,11 @@ def test_a_name_is_read_with_its_options(text, expected):
         "a.b(c=1)",
         "lorekv(steps=open('x'))",
         "f(a=1, a=2)",
+        "kvp(weights=runs/policy)",
     ],
 )
 def test_anything_else_is_refused_and_never_run(text):
-    with pytest.raises(ValueError, match="cannot read the policy"):
+    with pytest.raises(ValueError, match=r"cannot read the policy .* in quotes: kvp\(weights='runs/policy'\)"):
         parse(text)
 
 

@@ -60,4 +60,7 @@ def _word(value: Any) -> str:
 
 
 def _unreadable(text: str) -> str:
-    return f"cannot read the policy {text!r}; write a name, or a name with options such as snapkv(window=16, kernel=5)"
+    return (
+        f"cannot read the policy {text!r}; write a name, or a name with options such as snapkv(window=16, kernel=5), "
+        "with what is no plain word in quotes: kvp(weights='runs/policy')"
+    )
