@@ -48,14 +48,14 @@ class KVP(LearnedPolicy):
         weights: weights shipped with kvkeep ("smollm2"), a folder, or a hub id.
         digest: checksum that the weights must have, if given.
         trained: agents at hand, in place of stored ones.
-        reach: a token is ranked by the mean score of those up to so many positions away, itself included, so that
-            what stands together stays together; 0 takes its own.
+        reach: a token ranks no lower than the best of so many positions before it and the best of so many behind it
+            both do, so that no digit is lost from the middle of a number; 0 takes its own score.
 
     Raises:
         ValueError: for unknown weights, or others than those of `digest`, and a negative reach.
     """
 
-    reach: int = 0
+    reach: int = 2
 
     method: ClassVar[str] = "kvp"
     side: ClassVar[tuple[str, ...]] = ("kvp",)
@@ -106,23 +106,24 @@ class KVP(LearnedPolicy):
 
     def _scores(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
         scores = self.trained.score(layer, keys, values, positions, lengths)
-        return mean_within(scores, positions, self.reach) if self.reach else scores
+        return bridged(scores, positions, self.reach) if self.reach else scores
 
 
-def mean_within(scores: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], reach: int) -> Float[Tensor, "B H N"]:
-    """Mean over the tokens held at most `reach` positions away, in any order of slots, the empty ones left out."""
+def bridged(scores: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], reach: int) -> Float[Tensor, "B H N"]:
+    """Scores at least as high as the lesser of the best before a token and the best behind it, both within `reach`.
+
+    Slots may be in any order. The order of scores alone decides the order that comes out (a morphological closing).
+    """
     order = positions.argsort(-1)
     at = positions.gather(-1, order)
-    own = scores.gather(-1, order).masked_fill(at == EMPTY, 0.0)
-    sums, counts = own.clone(), torch.ones_like(own)
+    own = scores.gather(-1, order)
+    before, behind = torch.full_like(own, -torch.inf), torch.full_like(own, -torch.inf)
     # sorted by position, those in reach are no further away in slots
     for away in range(1, min(reach, own.shape[-1] - 1) + 1):
-        near = (at[..., away:] - at[..., :-away] <= reach) & (at[..., :-away] != EMPTY)
-        sums[..., away:] += own[..., :-away] * near
-        sums[..., :-away] += own[..., away:] * near
-        counts[..., away:] += near
-        counts[..., :-away] += near
-    return torch.empty_like(scores).scatter_(-1, order, sums / counts)
+        far = (at[..., away:] - at[..., :-away] > reach) | (at[..., :-away] == EMPTY)
+        before[..., away:].clamp_(min=own[..., :-away].masked_fill(far, -torch.inf))
+        behind[..., :-away].clamp_(min=own[..., away:].masked_fill(far, -torch.inf))
+    return torch.empty_like(scores).scatter_(-1, order, torch.maximum(own, torch.minimum(before, behind)))
 
 
 def agents_file(
