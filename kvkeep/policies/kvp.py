@@ -48,14 +48,16 @@ class KVP(LearnedPolicy):
         weights: weights shipped with kvkeep ("smollm2"), a folder, or a hub id.
         digest: checksum that the weights must have, if given.
         trained: agents at hand, in place of stored ones.
-        reach: a token ranks no lower than the best of so many positions before it and the best of so many behind it
-            both do, so that no digit is lost from the middle of a number; 0 takes its own score.
+        reach: tokens so many positions away count in a token's rank; 0 ranks each alone.
+        near: how they count. "bridge": a token ranks no lower than the best before it and the best behind it both do,
+            so that no digit is lost from the middle of a number; "mean": by the mean score of all of them and itself.
 
     Raises:
-        ValueError: for unknown weights, or others than those of `digest`, and a negative reach.
+        ValueError: for unknown weights, or others than those of `digest`, a negative reach, and another `near`.
     """
 
     reach: int = 2
+    near: str = "bridge"
 
     method: ClassVar[str] = "kvp"
     side: ClassVar[tuple[str, ...]] = ("kvp",)
@@ -68,6 +70,8 @@ class KVP(LearnedPolicy):
         super().__post_init__()
         if self.reach < 0:
             raise ValueError(f"reach must be 0 or more positions, got {self.reach}")
+        if self.near not in NEIGHBOURS:
+            raise ValueError(f"near must be one of {', '.join(NEIGHBOURS)}, got {self.near!r}")
 
     @classmethod
     def network_of(cls, file: PolicyFile) -> Ranking:
@@ -81,7 +85,7 @@ class KVP(LearnedPolicy):
         return agents_file(make_agents(shape, seed), fingerprint, layers, {"note": "not trained"})
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "reach": self.reach}
+        return {**super().settings(), "reach": self.reach, "near": self.near}
 
     def track(self, seen: Observation) -> None:
         seen.put("kvp", torch.full_like(seen.new_positions, _UNRANKED, dtype=torch.float32))
@@ -106,7 +110,7 @@ class KVP(LearnedPolicy):
 
     def _scores(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
         scores = self.trained.score(layer, keys, values, positions, lengths)
-        return bridged(scores, positions, self.reach) if self.reach else scores
+        return NEIGHBOURS[self.near](scores, positions, self.reach) if self.reach else scores
 
 
 def bridged(scores: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], reach: int) -> Float[Tensor, "B H N"]:
@@ -124,6 +128,25 @@ def bridged(scores: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], rea
         before[..., away:].clamp_(min=own[..., :-away].masked_fill(far, -torch.inf))
         behind[..., :-away].clamp_(min=own[..., away:].masked_fill(far, -torch.inf))
     return torch.empty_like(scores).scatter_(-1, order, torch.maximum(own, torch.minimum(before, behind)))
+
+
+def mean_within(scores: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], reach: int) -> Float[Tensor, "B H N"]:
+    """Mean over the tokens held at most `reach` positions away, in any order of slots, the empty ones left out."""
+    order = positions.argsort(-1)
+    at = positions.gather(-1, order)
+    own = scores.gather(-1, order).masked_fill(at == EMPTY, 0.0)
+    sums, counts = own.clone(), torch.ones_like(own)
+    # sorted by position, those in reach are no further away in slots
+    for away in range(1, min(reach, own.shape[-1] - 1) + 1):
+        near = (at[..., away:] - at[..., :-away] <= reach) & (at[..., :-away] != EMPTY)
+        sums[..., away:] += own[..., :-away] * near
+        sums[..., :-away] += own[..., away:] * near
+        counts[..., away:] += near
+        counts[..., :-away] += near
+    return torch.empty_like(scores).scatter_(-1, order, sums / counts)
+
+
+NEIGHBOURS = {"bridge": bridged, "mean": mean_within}
 
 
 def agents_file(
