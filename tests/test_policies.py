@@ -78,6 +78,7 @@ SMALL: dict[str, list[dict]] = {
     "pyramidkv": [{"window": 6, "kernel": 3}],
     "expected_attention": [{"horizon": 1, "sinks": 4, "epsilon": 0.0}, {"horizon": 9, "sinks": 2, "epsilon": 0.05}],
     **{name: [needed] for name, needed in NEEDED.items()},
+    "kvp": [{**NEEDED["kvp"], "reach": reach} for reach in (0, 2)],
     # the twin deletes for real, without an epsilon
     "lorekv": [
         {"window": 6, "chunk": 2, "guard": 0.0, "epsilon": 1e-9},

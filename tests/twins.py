@@ -359,6 +359,11 @@ def kvp(run: Run, head: int) -> Tensor:
                 hidden = hidden @ agent[name] + agent[f"{name}_bias"][0]
                 hidden = hidden / (1 + (-hidden).exp())
             worth[p] = hidden @ agent["last"][:, 0]
+        alone, reach = worth[:n].tolist(), run.options["reach"]
+        for p in range(n):
+            # no lower than the best on both sides, where there is one
+            sides = alone[max(0, p - reach) : p], alone[p + 1 : p + 1 + reach]
+            worth[p] = max(alone[p], min(max(side, default=-math.inf) for side in sides))
     return worth
 
 
