@@ -3,7 +3,7 @@
 B sequences, H KV heads, N slots, T new tokens, D head size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -118,32 +118,33 @@ def bridged(scores: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], rea
 
     Slots may be in any order. The order of scores alone decides the order that comes out (a morphological closing).
     """
-    order = positions.argsort(-1)
-    at = positions.gather(-1, order)
+    at, order = positions.sort(-1)
     own = scores.gather(-1, order)
     before, behind = torch.full_like(own, -torch.inf), torch.full_like(own, -torch.inf)
-    # sorted by position, those in reach are no further away in slots
-    for away in range(1, min(reach, own.shape[-1] - 1) + 1):
-        far = (at[..., away:] - at[..., :-away] > reach) | (at[..., :-away] == EMPTY)
-        before[..., away:].clamp_(min=own[..., :-away].masked_fill(far, -torch.inf))
-        behind[..., :-away].clamp_(min=own[..., away:].masked_fill(far, -torch.inf))
+    for away, near in _pairs(at, reach):
+        before[..., away:].clamp_(min=own[..., :-away].masked_fill(~near, -torch.inf))
+        behind[..., :-away].clamp_(min=own[..., away:].masked_fill(~near, -torch.inf))
     return torch.empty_like(scores).scatter_(-1, order, torch.maximum(own, torch.minimum(before, behind)))
 
 
 def mean_within(scores: Float[Tensor, "B H N"], positions: Int[Tensor, "B H N"], reach: int) -> Float[Tensor, "B H N"]:
     """Mean over the tokens held at most `reach` positions away, in any order of slots, the empty ones left out."""
-    order = positions.argsort(-1)
-    at = positions.gather(-1, order)
+    at, order = positions.sort(-1)
     own = scores.gather(-1, order).masked_fill(at == EMPTY, 0.0)
     sums, counts = own.clone(), torch.ones_like(own)
-    # sorted by position, those in reach are no further away in slots
-    for away in range(1, min(reach, own.shape[-1] - 1) + 1):
-        near = (at[..., away:] - at[..., :-away] <= reach) & (at[..., :-away] != EMPTY)
+    for away, near in _pairs(at, reach):
         sums[..., away:] += own[..., :-away] * near
         sums[..., :-away] += own[..., away:] * near
         counts[..., away:] += near
         counts[..., :-away] += near
     return torch.empty_like(scores).scatter_(-1, order, sums / counts)
+
+
+def _pairs(at: Int[Tensor, "B H N"], reach: int) -> Iterator[tuple[int, Bool[Tensor, "B H M"]]]:
+    """For slots in order of position: each distance in slots, and which that far apart hold tokens within reach."""
+    # those in reach are no further away in slots
+    for away in range(1, min(reach, at.shape[-1] - 1) + 1):
+        yield away, (at[..., away:] - at[..., :-away] <= reach) & (at[..., :-away] != EMPTY)
 
 
 NEIGHBOURS = {"bridge": bridged, "mean": mean_within}
