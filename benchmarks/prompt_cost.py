@@ -121,7 +121,8 @@ def main() -> None:
         shares = [measured[arm] for measured in rounds]
         rows.append(median_row("time_added_to_the_prompt", shares, {"policy": arm, **common}))
         row = rows[-1]
-        print(f"{arm}: adds {row.value:.1%} [{row.low:.1%}, {row.high:.1%}] to {plain:.1f} s")
+        bounds = "" if row.low is None else f" [{row.low:.1%}, {row.high:.1%}]"
+        print(f"{arm}: adds {row.value:.1%}{bounds} to {plain:.1f} s")
     write_rows(options.out / "rows.jsonl", rows)
 
 
