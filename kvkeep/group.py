@@ -14,6 +14,8 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from .cache import KVCache
 from .layer import AttendingLayer, KVLayer, Plan
+from .policies import Observation, Policy
+from .slots import Slots
 
 
 class CacheGroup(Cache):
@@ -134,11 +136,12 @@ class _GroupLayer(AttendingLayer):
             )
         seen = first.take(queries, keys, values, valid, scale)
         output = first.read(queries, seen, scale)
+        show = _ShowOnce()
         for layer in others:
             theirs = layer.take(queries, keys, values, valid, scale)
             # the same prompt gives the same attention: it is worked out once for all
-            layer.settle(replace(theirs, attention=seen.attention))
-        first.settle(seen)
+            layer.settle(replace(theirs, attention=seen.attention), show)
+        first.settle(seen, show)
         return output
 
     def get_seq_length(self) -> int:
@@ -146,6 +149,28 @@ class _GroupLayer(AttendingLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.layers[0].get_mask_sizes(query_length)
+
+
+class _ShowOnce:
+    """Shows a prompt to one of several equal policies; the others know what that one found, whatever their budgets."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Policy, bool], dict[str, Tensor]] = {}
+
+    def __call__(self, policy: Policy, seen: Observation) -> None:
+        found = self._found.get((policy, seen.held))
+        if found is None:
+            policy.track(seen)
+            # eviction makes new arrays and leaves these as they are
+            self._found[policy, seen.held] = _notes(seen.slots)
+            return
+        for name, array in _notes(seen.slots).items():
+            array.copy_(found[name])
+
+
+def _notes(slots: Slots) -> dict[str, Tensor]:
+    """What a policy has written down."""
+    return {**{name: slots.side(name) for name in slots.side_names}, **slots.streams}
 
 
 def _attend_alone(

@@ -26,8 +26,16 @@ from .slots import EMPTY, Slots, Snapshot
 
 ATTENTION_NAME = "kvkeep"
 
+# how a policy is shown what a layer has read
+Show = Callable[[Policy, Observation], None]
+
 _POSITION_BYTES = 4
 _EVERYTHING = 2**62
+
+
+def show(policy: Policy, seen: Observation) -> None:
+    """Let the policy look."""
+    policy.track(seen)
 
 
 class Plan:
@@ -336,17 +344,17 @@ class KVLayer(AttendingLayer):
             whole=stock and slots.length == self.seen,
         )
 
-    def settle(self, seen: Observation) -> None:
+    def settle(self, seen: Observation, show: Show = show) -> None:
         """Let the policy look, then evict down to the budget."""
         if self.plan.budget.unlimited:
             return
         if self._wants_future(seen):
-            self._await_future(seen)
+            self._await_future(seen, show)
             return
         if self._answer is not None:
             self._hear_answer(seen)
             return
-        self.plan.policy.track(seen)
+        show(self.plan.policy, seen)
         if not self.plan.holding:
             self._evict_surplus(seen)
         elif not seen.ahead:
@@ -408,9 +416,9 @@ class KVLayer(AttendingLayer):
         assert look is not None
         return self._over_budget(by=look.surplus)
 
-    def _await_future(self, seen: Observation) -> None:
+    def _await_future(self, seen: Observation, show: Show) -> None:
         policy = self.plan.policy
-        policy.track(replace(seen, held=True))
+        show(policy, replace(seen, held=True))
         self._remembered = policy.remember(seen)
         self._answer = [] if self.plan.answering and policy.look is not None and policy.look.keeps else None
 

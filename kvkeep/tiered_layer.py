@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .attention import CodedAttention, Part, read_coded
-from .layer import KVLayer
+from .layer import KVLayer, Show, show
 from .policies import Observation, Tiers
 from .routing import Room, Route, route, share_out
 from .slots import EMPTY, Slots
@@ -73,12 +73,12 @@ class TieredLayer(KVLayer):
             return super().read(queries, seen, scale, stock=stock)
         return seen.coded.with_slots(queries, seen.slots.keys, seen.slots.values, seen.slots.positions)
 
-    def settle(self, seen: Observation) -> None:
+    def settle(self, seen: Observation, show: Show = show) -> None:
         if seen.coded is not None and not seen.ahead:
             coded = self._tiered.readable
             assert coded is not None
             coded.side("worth").copy_(self.plan.policy.revise(coded.side("worth"), seen))
-        super().settle(seen)
+        super().settle(seen, show)
 
     # what changes the rows or what is held
 

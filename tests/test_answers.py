@@ -8,6 +8,8 @@ from torch import Tensor
 import kvkeep
 from kvkeep import POLICIES, CacheGroup, KVCache
 from kvkeep.evaluate.answers import answer_together
+from kvkeep.evaluate.watching import watched
+from kvkeep.policies import make_policy
 
 ARMS = [(policy, budget) for policy in POLICIES for budget in (40, 0.25)]
 
@@ -77,6 +79,23 @@ def test_a_prompt_in_chunks_leaves_what_each_member_keeps_of_it_alone(tiny, chun
         alone = kvkeep.generate(model, read, cache=other, max_new_tokens=4, do_sample=False)[0, read.shape[1] :]
         assert answer.tokens == alone.tolist(), other
         assert holds_the_same(cache, other), other
+
+
+@pytest.mark.parametrize("name", ("h2o", "lagkv", "lorekv", "qevict"))
+def test_a_prompt_is_shown_once_to_a_policy_with_several_budgets(tiny, name):
+    model, shown = tiny("llama"), []
+    policy = watched(make_policy(name), seen=shown.append)
+    caches = [KVCache(model, policy=policy, budget=budget) for budget in (40, 60, "50%", 200)]
+    with kvkeep.attach(model), torch.no_grad():
+        model(PROMPT, **{kvkeep.cache_argument(model): CacheGroup(caches)})
+    # lorekv looks at the futures too
+    prompts = [seen for seen in shown if seen.futures is None and not seen.ahead]
+    # 200 slots lose nothing, so nobody awaits a future there
+    assert len(prompts) == len(caches[0].managed) * (2 if name == "lorekv" else 1)
+    for cache in caches:
+        other = KVCache(model, policy=name, budget=cache.budget)
+        fill(model, other)
+        assert holds_the_same(cache, other), cache
 
 
 def test_without_a_follow_up_the_first_token_is_that_of_the_prompt(tiny):
