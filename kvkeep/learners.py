@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from .fingerprint import rotation_frequencies
 from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
 from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile
@@ -87,7 +88,11 @@ class KVPLearner(Learner):
         index: what the traces share.
         prompts: training prompts; the first few say what keys and values are typically like.
         architecture, hidden: of the agents, see `AgentShape`.
+        turn_back: whether the agents read keys as they were before the model's rotation.
         seed: of their first weights.
+
+    Raises:
+        ValueError: where keys are to be turned back and the fingerprint does not tell how, see `rotation_frequencies`.
     """
 
     def __init__(
@@ -98,10 +103,12 @@ class KVPLearner(Learner):
         *,
         architecture: str = "compact",
         hidden: int = 64,
+        turn_back: bool = True,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ):
         first = prompts[0]
+        frequencies = torch.tensor(rotation_frequencies(index.fingerprint) if turn_back else [])
         self.index, self.settings, self.device = index, settings, torch.device(device)
         self.names = agent_names(index)
         shape = AgentShape(
@@ -111,8 +118,9 @@ class KVPLearner(Learner):
             architecture=architecture,
             hidden=hidden,
             recent=settings.recent,
+            turned=2 * len(frequencies),
         )
-        self.network: Agents = make_agents(shape, seed).to(self.device)
+        self.network: Agents = make_agents(shape, seed, frequencies).to(self.device)
         samples = [self.example(prompts[place]) for place in range(min(len(prompts), NUM_CALIBRATION))]
         self.network.calibrate([sample[:4] for sample in samples])
 
@@ -165,6 +173,7 @@ def train_kvp(
     recipe: Recipe | None = None,
     architecture: str = "compact",
     hidden: int = 64,
+    turn_back: bool = True,
     made_by: dict[str, Any] | None = None,
     team: Team | None = None,
     **on: Any,
@@ -177,6 +186,7 @@ def train_kvp(
     Args:
         out: folder for the policy, and for what an interrupted training goes on from.
         architecture, hidden: of the agents, see `AgentShape`.
+        turn_back: whether the agents read keys as they were before the model's rotation.
         made_by: command, commit and versions for the policy's manifest.
     """
     settings, recipe, team = settings or Ranked(), recipe or Recipe(), team or Team()
@@ -186,6 +196,7 @@ def train_kvp(
         settings,
         architecture=architecture,
         hidden=hidden,
+        turn_back=turn_back,
         seed=recipe.seed,
         device=team.device,
     )

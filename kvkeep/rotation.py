@@ -29,6 +29,17 @@ def unrotate(x: Float[Tensor, "*S D"], cos: Float[Tensor, "*C R"], sin: Float[Te
     return rotate(x, cos / scale, -sin / scale)
 
 
+def rotary_of(frequencies: Float[Tensor, " R/2"]) -> Rotary:
+    """The rotation by so many radians a position of each pair of dimensions, see `rotation_frequencies`."""
+
+    def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
+        half = positions[..., None] * frequencies
+        angles = torch.cat([half, half], dim=-1)
+        return angles.cos(), angles.sin()
+
+    return rotary
+
+
 class RotaryTable:
     """A rotation looked up in fp32 tables `[S, R]` that grow with the positions asked for."""
 

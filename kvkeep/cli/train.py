@@ -31,6 +31,7 @@ Patience = Annotated[int, typer.Option(help="Stop after so many validations with
 Seed = Annotated[int, typer.Option(help="Of first weights, prompts and draws.")]
 ValidationShare = Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")]
 Group = Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")]
+TurnBack = Annotated[bool, typer.Option(help="Read keys as they were before the model's rotation.")]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,6 +61,7 @@ def kvp(
     sinks: Annotated[int, typer.Option(help="First tokens that are always kept, so not ranked.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept, so not ranked.")] = 16,
     architecture: Annotated[str, typer.Option(help="compact, or paper.")] = "compact",
+    turn_back: TurnBack = True,
     hidden: Annotated[int, typer.Option(help="Width of the hidden layers; the paper's is 256.")] = 64,
     steps: Steps = 800,
     batch: Batch = 1,
@@ -113,7 +115,8 @@ def kvp(
         seed=seed,
     )
     data = open_data(traces, sources=names(sources), num_prompts=prompts, share=validation, seed=seed)
-    options = {"settings": settings, "recipe": recipe, "architecture": architecture, "hidden": hidden}
+    shape = {"architecture": architecture, "hidden": hidden, "turn_back": turn_back}
+    options = {"settings": settings, "recipe": recipe, **shape}
     _run(train_kvp, data, folder, device, as_json, data.index, **options)
 
 
@@ -147,7 +150,7 @@ def kvpop(
     late: Annotated[
         bool, typer.Option(help="Read the memory when a token leaves the window, or when it comes.")
     ] = True,
-    turn_back: Annotated[bool, typer.Option(help="Read keys as they were before the model's rotation.")] = True,
+    turn_back: TurnBack = True,
     hidden: Annotated[int, typer.Option(help="Width of the layer that reads the token itself.")] = 64,
     memory: Annotated[int, typer.Option(help="Size of the memory.")] = 32,
     steps: Steps = 400,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, silu
 
 from ..arithmetic import multiplies_16_bits
+from ..rotation import RotaryTable, rotary_of, unrotate
 from .stacks import EVERY, linear, make_stack, stacked_layer, stacked_norm, stacks_from
 
 # width of the position embedding in the paper's released code
@@ -36,6 +37,8 @@ class AgentShape:
         hidden: width of the hidden layers.
         recent: tokens at the end that training did not rank; compact agents see no distance below this.
         num_positions: rows of the paper's position table; later positions share the last.
+        turned: numbers of a key that the model's rotation turns, which are turned back before they are read; 0 reads
+            keys as they are cached.
 
     Raises:
         ValueError: for an unknown architecture or a size below 1.
@@ -48,21 +51,28 @@ class AgentShape:
     hidden: int = 64
     recent: int = 16
     num_positions: int = 4096
+    turned: int = 0
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"unknown architecture {self.architecture!r}; choose one of {', '.join(ARCHITECTURES)}")
         for name, size in asdict(self).items():
-            if name not in ("architecture", "recent") and size < 1:
+            if name not in ("architecture", "recent", "turned") and size < 1:
                 raise ValueError(f"{name} of the agents must be at least 1, got {size}")
 
 
 class Agents(nn.Module, ABC):
     """Scores for ranking. Every parameter is a stack `[A, ...]`, so that agents never mix."""
 
+    frequencies: Tensor
+
     def __init__(self, shape: AgentShape):
         super().__init__()
+        if shape.turned:
+            self.register_buffer("frequencies", torch.zeros(shape.turned // 2))
         self.shape = shape
+        # the same for all layers, so it is worked out once
+        self._table = RotaryTable(self._rotary)
 
     @abstractmethod
     def forward(
@@ -86,6 +96,15 @@ class Agents(nn.Module, ABC):
     def calibrate(self, samples: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
         """Learn what is typical from (keys, values, positions, lengths) of a few prompts, before training starts."""
         return
+
+    def _before_rotation(self, keys: Float[Tensor, "*B A N D"], positions: Int[Tensor, "*B A N"]) -> Tensor:
+        """Keys as they were before the model turned them to their positions, where that is known."""
+        if not self.shape.turned:
+            return keys
+        return unrotate(keys.float(), *self._table.at(positions.clamp(min=0)))
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_of(self.frequencies)(positions)
 
 
 class Compact(Agents):
@@ -134,8 +153,8 @@ class Compact(Agents):
     def _inputs(
         self, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype
     ) -> Float[Tensor, "*B A N F"]:
-        places = _places(positions, lengths, self.shape.recent)
-        return torch.cat([part.to(dtype) for part in (keys, values, places)], dim=-1)
+        parts = (self._before_rotation(keys, positions), values, _places(positions, lengths, self.shape.recent))
+        return torch.cat([part.to(dtype) for part in parts], dim=-1)
 
 
 class Paper(Agents):
@@ -168,7 +187,8 @@ class Paper(Agents):
             return layer_norm(x, x.shape[-1:]) * gain + shift
 
         with torch.autocast(keys.device.type, enabled=False):
-            key = norm("key", linear(keys.to(dtype), self.key[rows], self.key_bias[rows]))
+            turned_back = self._before_rotation(keys, positions).to(dtype)
+            key = norm("key", linear(turned_back, self.key[rows], self.key_bias[rows]))
             value = norm("value", linear(values.to(dtype), self.value[rows], self.value_bias[rows]))
             place = norm("place", self._embedded(positions, rows).to(dtype))
             seen = torch.cat([key, value, place], dim=-1)
@@ -185,9 +205,13 @@ class Paper(Agents):
 ARCHITECTURES: dict[str, type[Agents]] = {"compact": Compact, "paper": Paper}
 
 
-def make_agents(shape: AgentShape, seed: int = 0) -> Agents:
-    """Untrained agents, the same for the same seed."""
-    return make_stack(lambda: ARCHITECTURES[shape.architecture](shape), seed)
+def make_agents(shape: AgentShape, seed: int = 0, frequencies: Tensor | None = None) -> Agents:
+    """Untrained agents, the same for the same seed.
+
+    Args:
+        frequencies: by which the model's rotation turns pairs of dimensions a position, where keys are turned back.
+    """
+    return make_stack(lambda: ARCHITECTURES[shape.architecture](shape), seed, frequencies if shape.turned else None)
 
 
 def load_agents(shape: AgentShape, tensors: Mapping[str, Tensor]) -> Agents:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, logsigmoid, pad, silu
 
-from ..rotation import rotate
+from ..rotation import rotary_of, rotate
 from .stacks import EVERY, linear, make_stack, stacked_layer, stacked_norm, stacks_from
 
 # a token's worth falls by this factor a step, between the two as a head has learned
@@ -152,9 +152,8 @@ class Scorers(nn.Module):
         """What is read of tokens, in fp32: keys, turned back to position 0, and values, side by side."""
         keys = keys.float()
         if self.shape.turned:
-            half = positions[..., None] * self.frequencies
-            angles = torch.cat([half, half], dim=-1)
-            keys = rotate(keys, angles.cos(), -angles.sin())
+            cos, sin = rotary_of(self.frequencies)(positions)
+            keys = rotate(keys, cos, -sin)
         return torch.cat([keys, values.float()], dim=-1)
 
     def judge(
@@ -235,10 +234,7 @@ def make_scorers(shape: ScorerShape, seed: int = 0, frequencies: Tensor | None =
     Args:
         frequencies: by which the model's rotation turns pairs of dimensions a position, where keys are turned back.
     """
-    scorers = make_stack(lambda: Scorers(shape), seed)
-    if shape.turned and frequencies is not None:
-        scorers.frequencies.copy_(frequencies)
-    return scorers
+    return make_stack(lambda: Scorers(shape), seed, frequencies if shape.turned else None)
 
 
 def load_scorers(shape: ScorerShape, tensors: Mapping[str, Tensor]) -> Scorers:

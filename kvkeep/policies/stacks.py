@@ -31,11 +31,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.matmul(x, weight.to(x.dtype)) + bias.to(x.dtype)
 
 
-def make_stack(make: Callable[[], Network], seed: int) -> Network:
-    """An untrained network, the same for the same seed."""
+def make_stack(make: Callable[[], Network], seed: int, frequencies: Tensor | None = None) -> Network:
+    """An untrained network, the same for the same seed.
+
+    Args:
+        frequencies: what goes into its buffer of that name, of the model's rotation.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return make()
+        network = make()
+    if frequencies is not None:
+        network.get_buffer("frequencies").copy_(frequencies)
+    return network
 
 
 def stacks_from(make: Callable[[], Network], tensors: Mapping[str, Tensor], shape: Any) -> Network:
