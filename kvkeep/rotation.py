@@ -1,6 +1,6 @@
 """Rotary positions: turning keys to their positions and back.
 
-T positions, R <= D rotated dimensions of D.
+T positions, R <= D rotated dimensions of D, P = R / 2 pairs of them.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def unrotate(x: Float[Tensor, "*S D"], cos: Float[Tensor, "*C R"], sin: Float[Te
     return rotate(x, cos / scale, -sin / scale)
 
 
-def rotary_of(frequencies: Float[Tensor, " R/2"]) -> Rotary:
+def rotary_of(frequencies: Float[Tensor, " P"]) -> Rotary:
     """The rotation by so many radians a position of each pair of dimensions, see `rotation_frequencies`."""
 
     def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:

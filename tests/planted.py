@@ -4,11 +4,20 @@ from pathlib import Path
 
 import torch
 
+from kvkeep.fingerprint import rotation_frequencies
+from kvkeep.rotation import rotary_of, rotate
 from kvkeep.trace import Trace, TraceIndex, add_prompts, write_index, write_trace
 
 L, H, D = 2, 2, 8
 NAMES = [f"layer {layer}, head {head}" for layer in range(L) for head in range(H)]
-FINGERPRINT = {"type": "planted", "number of layers": L, "number of KV heads": H, "head size": D}
+ROTATION = {"rope_type": "default", "rope_theta": 1e4}
+FINGERPRINT = {
+    "type": "planted",
+    "number of layers": L,
+    "number of KV heads": H,
+    "head size": D,
+    "rotation": ROTATION,
+}
 INDEX = TraceIndex(
     fingerprint=FINGERPRINT, model="planted", layers=[0, 1], heads=[0, 1], group=2, dtype="float32", settings={"f": 1}
 )
@@ -21,13 +30,14 @@ def planted(key: str, n: int = 60, *, source: str = "planted/inside", split: str
     keys = torch.randn(L, H, n, D, generator=generator).bfloat16()
     likes = torch.randn(L, H, 1, D, generator=torch.Generator().manual_seed(0))
     worth = (2 * (keys * likes).sum(-1) / likes.norm(dim=-1) + torch.arange(n) / n).exp()
+    cos, sin = rotary_of(torch.tensor(rotation_frequencies(FINGERPRINT)))(torch.arange(n))
     return Trace(
         key=key,
         source=source,
         split=split,
         token_ids=torch.arange(n, dtype=torch.int32),
         future_ids=torch.zeros(1, 1, dtype=torch.int32),
-        keys=keys,
+        keys=rotate(keys.float(), cos, sin).bfloat16(),
         values=torch.randn(L, H, n, D, generator=generator).bfloat16(),
         importance_max=worth[None],
         importance_mean=worth[None] / 2,

@@ -23,6 +23,7 @@ from kvkeep.policies import KVP, make_policy
 from kvkeep.policies.agents import AgentShape, make_agents
 from kvkeep.policies.files import read_policy, write_policy
 from kvkeep.policies.kvp import Ranking, bridged, mean_within
+from kvkeep.rotation import rotary_of, rotate
 from kvkeep.selection import protected, survivors
 
 ARCHITECTURES = ("compact", "paper")
@@ -117,6 +118,22 @@ def test_places_are_bounded_and_the_protected_end_counts_as_its_edge():
     far = torch.tensor([10**7])
     inputs = agents._inputs(keys[:, :1], values[:, :1], far.expand(6, -1), far[0] + 1, torch.float32)
     assert inputs[..., 14:].abs().max() < 1.2
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_keys_are_turned_back_before_they_are_read(architecture):
+    frequencies = torch.tensor([1.0, 0.3, 0.01])
+    shape = {"num_agents": 6, "key_size": 8, "value_size": 6, "architecture": architecture, "hidden": 16}
+    turning, plain = (
+        make_agents(AgentShape(**shape, turned=turned), 0, frequencies) for turned in (2 * len(frequencies), 0)
+    )
+    _, (keys, values, positions, length) = agents_and_tokens(architecture)
+    positions = positions + 1000
+    # six of eight numbers of a key are turned
+    turned = rotate(keys, *rotary_of(frequencies)(positions))
+    scores = [agents(array, values, positions, length) for agents, array in ((turning, turned), (plain, keys))]
+    assert torch.allclose(*scores, atol=1e-4)
+    assert not torch.allclose(plain(turned, values, positions, length), scores[1], atol=1e-2)
 
 
 def test_calibrated_inputs_are_centred_and_scaled():

@@ -51,7 +51,7 @@ def trained(traces, out, **changes):
         settings=replace(SMALL, **changes.pop("settings", {})),
         recipe=Recipe(**recipe),
         on_validation=looks.append,
-        **{"hidden": 16, "memory": 8, "turn_back": False, **changes},
+        **{"hidden": 16, "memory": 8, **changes},
     )
     return looks
 
