@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, silu
 
 from ..arithmetic import multiplies_16_bits
-from ..rotation import RotaryTable, rotary_of, unrotate
+from ..rotation import RotaryTable, rotary_of, rotate
 from .stacks import EVERY, linear, make_stack, stacked_layer, stacked_norm, stacks_from
 
 # width of the position embedding in the paper's released code
@@ -101,7 +101,11 @@ class Agents(nn.Module, ABC):
         """Keys as they were before the model turned them to their positions, where that is known."""
         if not self.shape.turned:
             return keys
-        return unrotate(keys.float(), *self._table.at(positions.clamp(min=0)))
+        # in a prompt every head holds the same positions, as one row that is repeated without a copy
+        if positions.stride(-2) == 0:
+            positions = positions[..., :1, :]
+        cos, sin = self._table.at(positions.clamp(min=0))
+        return rotate(keys.float(), cos, -sin)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_of(self.frequencies)(positions)
