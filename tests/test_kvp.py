@@ -120,20 +120,21 @@ def test_places_are_bounded_and_the_protected_end_counts_as_its_edge():
     assert inputs[..., 14:].abs().max() < 1.2
 
 
+@pytest.mark.parametrize("sight", (0, 12, 1024))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_keys_are_turned_back_before_they_are_read(architecture):
+def test_keys_are_read_as_the_next_query_sees_them(architecture, sight):
     frequencies = torch.tensor([1.0, 0.3, 0.01])
     shape = {"num_agents": 6, "key_size": 8, "value_size": 6, "architecture": architecture, "hidden": 16}
-    turning, plain = (
-        make_agents(AgentShape(**shape, turned=turned), 0, frequencies) for turned in (2 * len(frequencies), 0)
-    )
+    turning = make_agents(AgentShape(**shape, turned=2 * len(frequencies), sight=sight), 0, frequencies)
+    plain = make_agents(AgentShape(**shape), 0)
     _, (keys, values, positions, length) = agents_and_tokens(architecture)
-    positions = positions + 1000
+    positions, length, rotary = positions + 1000, length + 1000, rotary_of(frequencies)
     # six of eight numbers of a key are turned
-    turned = rotate(keys, *rotary_of(frequencies)(positions))
-    scores = [agents(array, values, positions, length) for agents, array in ((turning, turned), (plain, keys))]
-    assert torch.allclose(*scores, atol=1e-4)
-    assert not torch.allclose(plain(turned, values, positions, length), scores[1], atol=1e-2)
+    cached = rotate(keys, *rotary(positions))
+    seen = rotate(keys, *rotary(-(length - 1 - positions).clamp(max=sight)))
+    expected = plain(seen, values, positions, length)
+    assert torch.allclose(turning(cached, values, positions, length), expected, atol=1e-4)
+    assert not torch.allclose(plain(cached, values, positions, length), expected, atol=1e-2)
 
 
 def test_calibrated_inputs_are_centred_and_scaled():

@@ -37,8 +37,9 @@ class AgentShape:
         hidden: width of the hidden layers.
         recent: tokens at the end that training did not rank; compact agents see no distance below this.
         num_positions: rows of the paper's position table; later positions share the last.
-        turned: numbers of a key that the model's rotation turns, which are turned back before they are read; 0 reads
-            keys as they are cached.
+        turned: numbers of a key that the model's rotation turns, which are turned as the next query would see them
+            before they are read; 0 reads keys as they are cached.
+        sight: what is further from the end is seen as if it stood so far from it.
 
     Raises:
         ValueError: for an unknown architecture or a size below 1.
@@ -52,12 +53,13 @@ class AgentShape:
     recent: int = 16
     num_positions: int = 4096
     turned: int = 0
+    sight: int = 1024
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"unknown architecture {self.architecture!r}; choose one of {', '.join(ARCHITECTURES)}")
         for name, size in asdict(self).items():
-            if name not in ("architecture", "recent", "turned") and size < 1:
+            if name not in ("architecture", "recent", "turned", "sight") and size < 1:
                 raise ValueError(f"{name} of the agents must be at least 1, got {size}")
 
 
@@ -97,14 +99,18 @@ class Agents(nn.Module, ABC):
         """Learn what is typical from (keys, values, positions, lengths) of a few prompts, before training starts."""
         return
 
-    def _before_rotation(self, keys: Float[Tensor, "*B A N D"], positions: Int[Tensor, "*B A N"]) -> Tensor:
-        """Keys as they were before the model turned them to their positions, where that is known."""
+    def _in_sight(
+        self, keys: Float[Tensor, "*B A N D"], positions: Int[Tensor, "*B A N"], lengths: Int[Tensor, "*B"]
+    ) -> Float[Tensor, "*B A N D"]:
+        """Keys turned back from their positions, and on as far as they lie behind the end, `sight` tokens at most."""
         if not self.shape.turned:
             return keys
         # in a prompt every head holds the same positions, as one row that is repeated without a copy
         if positions.stride(-2) == 0:
             positions = positions[..., :1, :]
-        cos, sin = self._table.at(positions.clamp(min=0))
+        at = positions.clamp(min=0)
+        back = at + (lengths[..., None, None] - 1 - at).clamp(max=self.shape.sight)
+        cos, sin = self._table.at(back)
         return rotate(keys.float(), cos, -sin)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +163,7 @@ class Compact(Agents):
     def _inputs(
         self, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype
     ) -> Float[Tensor, "*B A N F"]:
-        parts = (self._before_rotation(keys, positions), values, _places(positions, lengths, self.shape.recent))
+        parts = (self._in_sight(keys, positions, lengths), values, _places(positions, lengths, self.shape.recent))
         return torch.cat([part.to(dtype) for part in parts], dim=-1)
 
 
@@ -191,8 +197,8 @@ class Paper(Agents):
             return layer_norm(x, x.shape[-1:]) * gain + shift
 
         with torch.autocast(keys.device.type, enabled=False):
-            turned_back = self._before_rotation(keys, positions).to(dtype)
-            key = norm("key", linear(turned_back, self.key[rows], self.key_bias[rows]))
+            seen_keys = self._in_sight(keys, positions, lengths).to(dtype)
+            key = norm("key", linear(seen_keys, self.key[rows], self.key_bias[rows]))
             value = norm("value", linear(values.to(dtype), self.value[rows], self.value_bias[rows]))
             place = norm("place", self._embedded(positions, rows).to(dtype))
             seen = torch.cat([key, value, place], dim=-1)
