@@ -88,7 +88,7 @@ class KVPLearner(Learner):
         index: what the traces share.
         prompts: training prompts; the first few say what keys and values are typically like.
         architecture, hidden: of the agents, see `AgentShape`.
-        turn_back: whether the agents read keys as they were before the model's rotation.
+        turn_back: whether the agents see keys as the next query would (`AgentShape.sight`), or as they are cached.
         seed: of their first weights.
 
     Raises:
@@ -186,7 +186,7 @@ def train_kvp(
     Args:
         out: folder for the policy, and for what an interrupted training goes on from.
         architecture, hidden: of the agents, see `AgentShape`.
-        turn_back: whether the agents read keys as they were before the model's rotation.
+        turn_back: whether the agents see keys as the next query would (`AgentShape.sight`), or as they are cached.
         made_by: command, commit and versions for the policy's manifest.
     """
     settings, recipe, team = settings or Ranked(), recipe or Recipe(), team or Team()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep import KVCache
-from kvkeep.cache import _rotary
 from kvkeep.evaluate.dense_twin import witnessed
 from kvkeep.fingerprint import fingerprint, rotation_frequencies
 from kvkeep.policies import KVpop, KVpopMLP
@@ -209,19 +208,6 @@ def test_the_shipped_weights_are_small_and_say_how_they_came_about(kind):
 
 
 # keys as they were before the rotation
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_frequencies_are_those_of_the_models_own_rotation(tiny, family):
-    model = tiny(family)
-    cos, sin = _rotary(model)(torch.tensor([[1]]))
-    expected = torch.atan2(sin, cos)[0, 0, :8]
-    torch.testing.assert_close(torch.tensor(rotation_frequencies(fingerprint(model.config))), expected)
-
-
-def test_a_rotation_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="read them as they are cached"):
-        rotation_frequencies({"head size": 8, "rotation": {"rope_type": "llama3", "rope_theta": 1e4}})
 
 
 def test_a_policy_that_turns_keys_back_decodes_as_it_reads_at_once(tiny):

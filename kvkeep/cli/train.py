@@ -31,7 +31,7 @@ Patience = Annotated[int, typer.Option(help="Stop after so many validations with
 Seed = Annotated[int, typer.Option(help="Of first weights, prompts and draws.")]
 ValidationShare = Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")]
 Group = Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")]
-TurnBack = Annotated[bool, typer.Option(help="Read keys as they were before the model's rotation.")]
+TurnBack = Annotated[bool, typer.Option(help="Turn keys back from the model's rotation; else read them as cached.")]
 
 app = typer.Typer(
     no_args_is_help=True,
