@@ -388,7 +388,7 @@ def test_a_saved_cache_names_its_weights_and_does_not_hold_them(tiny, tmp_path):
     kvkeep.prefill(model, tokens(80), cache)
     cache.save(tmp_path / "cache")
     state, tensors = saving.read(tmp_path / "cache", "cache", 99)
-    options = {"weights": policy.weights, "digest": policy.digest, "reach": 2, "near": "bridge"}
+    options = {"weights": policy.weights, "digest": policy.digest, "reach": 0, "near": "bridge"}
     assert state["policy"] == {"name": "KVP", "options": options}
     assert not {name.partition(".")[2] for name in tensors} & set(policy.file.tensors)
     assert KVCache.load(tmp_path / "cache", model).policy == policy

@@ -56,7 +56,7 @@ class KVP(LearnedPolicy):
         ValueError: for unknown weights, or others than those of `digest`, a negative reach, and another `near`.
     """
 
-    reach: int = 2
+    reach: int = 0
     near: str = "bridge"
 
     method: ClassVar[str] = "kvp"
