@@ -22,9 +22,8 @@ from kvkeep.fingerprint import fingerprint
 from kvkeep.policies import KVP, make_policy
 from kvkeep.policies.agents import AgentShape, make_agents
 from kvkeep.policies.files import read_policy, write_policy
-from kvkeep.policies.kvp import Ranking, bridged, mean_within
+from kvkeep.policies.kvp import Ranking
 from kvkeep.rotation import rotary_of, rotate
-from kvkeep.selection import protected, survivors
 
 ARCHITECTURES = ("compact", "paper")
 FASTER = {"rope_type": "default", "rope_theta": 5e5}
@@ -179,72 +178,6 @@ def test_a_bounded_conversation_is_ranked_after_each_prompt_and_every_16_tokens(
     assert lengths == [70, 80, 96, 119]
 
 
-def test_a_gap_between_high_scores_is_bridged_wherever_the_slots_stand():
-    positions = torch.tensor([[[7, 3, -1, 4, 20, 5]]], dtype=torch.int32)
-    scores = torch.tensor([[[1.0, 6.0, 99.0, 2.0, 8.0, 4.0]]])
-    held = [0, 1, 3, 4, 5]
-    assert bridged(scores, positions, 1)[0, 0, held].tolist() == [1, 6, 4, 8, 4]
-    # 7 has nothing within two behind it, 20 nothing at all beside it
-    assert bridged(scores, positions, 2)[0, 0, held].tolist() == [1, 6, 4, 8, 4]
-    scores[0, 0, 0] = 5.0
-    assert bridged(scores, positions, 2)[0, 0, held].tolist() == [5, 6, 4, 8, 5]
-    # more than there is
-    assert torch.equal(bridged(scores[..., :1], positions[..., :1], 5), scores[..., :1])
-
-
-@pytest.mark.parametrize("reach", (1, 2, 5))
-def test_bridging_never_lowers_a_score_and_hangs_on_their_order_alone(reach):
-    torch.manual_seed(reach)
-    scores, positions = torch.randn(2, 3, 50), torch.stack([torch.randperm(60)[:50] for _ in range(6)]).view(2, 3, 50)
-    found = bridged(scores, positions, reach)
-    assert (found >= scores).all() and (found > scores).any()
-    assert torch.equal(bridged(scores.exp(), positions, reach), found.exp())
-    for score, at, result in zip(scores.view(6, -1), positions.view(6, -1), found.view(6, -1), strict=True):
-        for own, place, value in zip(score, at, result, strict=True):
-            sides = [score[(sign * (at - place) > 0) & (sign * (at - place) <= reach)] for sign in (-1, 1)]
-            lesser = min((side.max().item() if len(side) else -math.inf) for side in sides)
-            assert value == max(own.item(), lesser)
-
-
-def test_neighbours_are_those_held_within_reach_wherever_they_stand():
-    positions = torch.tensor([[[7, 3, -1, 4, 20, 5]]], dtype=torch.int32)
-    scores = torch.tensor([[[1.0, 2.0, 99.0, 4.0, 8.0, 6.0]]])
-    one = mean_within(scores, positions, 1)
-    assert one[0, 0, [0, 1, 3, 4, 5]].tolist() == [1, 3, 4, 8, 5]
-    two = mean_within(scores, positions, 2)
-    assert two[0, 0, [0, 1, 3, 4, 5]].tolist() == [3.5, 4, 4, 8, 3.25]
-    # more than there is
-    assert torch.equal(mean_within(scores[..., :1], positions[..., :1], 5), scores[..., :1])
-
-
-@pytest.mark.parametrize(("near", "count"), [("bridge", bridged), ("mean", mean_within)])
-def test_a_token_is_ranked_with_its_neighbours(tiny, near, count):
-    model = tiny("llama")
-    plain, prompt = untrained(model), tokens(100)
-    caches = [KVCache(model, policy=replace(plain, reach=reach, near=near), budget=40) for reach in (0, 2)]
-    for cache in caches:
-        kvkeep.prefill(model, prompt, cache)
-    held = [layer.slots.positions for cache in caches for layer in cache.managed[:1]]
-    keys = fill_everything(model, prompt).managed[0].slots
-    whole = (keys.keys, keys.values, keys.positions, torch.tensor([100], dtype=torch.int32))
-    ranked = count(plain.trained.score(0, *whole), keys.positions, 2)
-    guarded = protected(keys.positions, whole[3], sinks=4, recent=16)
-    expected = survivors(ranked, keys.positions, guarded, 40)
-    assert torch.equal(held[1].sort(-1).values[..., -40:], keys.positions.gather(-1, expected))
-    assert not torch.equal(held[0], held[1])
-    assert caches[1].policy.settings()["reach"] == 2 and caches[0].policy != caches[1].policy
-    with pytest.raises(ValueError, match="reach must be 0 or more"):
-        replace(plain, reach=-1)
-    with pytest.raises(ValueError, match="near must be one of bridge, mean, got 'far'"):
-        replace(plain, near="far")
-
-
-def fill_everything(model, prompt) -> KVCache:
-    cache = KVCache(model)
-    kvkeep.prefill(model, prompt, cache)
-    return cache
-
-
 def test_rows_of_a_batch_are_ranked_at_lengths_of_their_own(tiny, monkeypatch):
     model, seen_lengths = tiny("llama"), []
     score = Ranking.score
@@ -388,7 +321,7 @@ def test_a_saved_cache_names_its_weights_and_does_not_hold_them(tiny, tmp_path):
     kvkeep.prefill(model, tokens(80), cache)
     cache.save(tmp_path / "cache")
     state, tensors = saving.read(tmp_path / "cache", "cache", 99)
-    options = {"weights": policy.weights, "digest": policy.digest, "reach": 0, "near": "bridge"}
+    options = {"weights": policy.weights, "digest": policy.digest}
     assert state["policy"] == {"name": "KVP", "options": options}
     assert not {name.partition(".")[2] for name in tensors} & set(policy.file.tensors)
     assert KVCache.load(tmp_path / "cache", model).policy == policy

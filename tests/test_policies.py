@@ -34,9 +34,10 @@ SCALE = Run.scale
 ANGLE = torch.tensor([1.0, 0.3, 0.1, 0.03])
 
 
-def ranking() -> Ranking:
+def ranking(**sees: int) -> Ranking:
     """Untrained agents for two layers of these shapes, as if calibrated on other keys and values."""
-    agents = make_agents(AgentShape(num_agents=2 * H, key_size=D, value_size=DV, hidden=5), seed=1)
+    shape = AgentShape(num_agents=2 * H, key_size=D, value_size=DV, hidden=5, **sees)
+    agents = make_agents(shape, seed=1, frequencies=torch.tensor([0.7, 0.1]))
     with torch.no_grad():
         agents.centre.normal_(0, 0.5)
         agents.spread.uniform_(0.5, 2)
@@ -78,7 +79,7 @@ SMALL: dict[str, list[dict]] = {
     "pyramidkv": [{"window": 6, "kernel": 3}],
     "expected_attention": [{"horizon": 1, "sinks": 4, "epsilon": 0.0}, {"horizon": 9, "sinks": 2, "epsilon": 0.05}],
     **{name: [needed] for name, needed in NEEDED.items()},
-    "kvp": [{**NEEDED["kvp"], "reach": reach} for reach in (0, 2)],
+    "kvp": [NEEDED["kvp"], {"trained": ranking(turned=4, sight=7)}],
     # the twin deletes for real, without an epsilon
     "lorekv": [
         {"window": 6, "chunk": 2, "guard": 0.0, "epsilon": 1e-9},

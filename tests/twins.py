@@ -345,7 +345,8 @@ def kvp(run: Run, head: int) -> Tensor:
     """Each token as its agent saw it last: at the end of a prompt, or where the length is a multiple of 16."""
     file = run.options["trained"].file
     place = file.layers.index(run.layer) * run.keys.shape[0] + head
-    agent = {name: tensor[place].float() for name, tensor in file.tensors.items()}
+    frequencies = file.tensors.get("frequencies", torch.zeros(0))
+    agent = {name: tensor[place].float() for name, tensor in file.tensors.items() if name != "frequencies"}
     worth = torch.full((run.keys.shape[1],), torch.finfo(torch.float32).max)
     for new in run.forwards:
         n = new.stop
@@ -353,18 +354,23 @@ def kvp(run: Run, head: int) -> Tensor:
             continue
         for p in range(n):
             at = [p / n, math.log(1 + max(n - 1 - p, 16)) / 14, math.log(1 + p) / 14]
-            seen = torch.cat([run.keys[head, p].float(), run.values[head, p].float(), torch.tensor(at)])
+            angles = frequencies * -(p + min(n - 1 - p, file.architecture["sight"]))
+            key = turned(run.keys[head, p].float(), angles)
+            seen = torch.cat([key, run.values[head, p].float(), torch.tensor(at)])
             hidden = (seen - agent["centre"][0]) / agent["spread"][0]
             for name in ("first", "second"):
                 hidden = hidden @ agent[name] + agent[f"{name}_bias"][0]
                 hidden = hidden / (1 + (-hidden).exp())
             worth[p] = hidden @ agent["last"][:, 0]
-        alone, reach = worth[:n].tolist(), run.options["reach"]
-        for p in range(n):
-            # no lower than the best on both sides, where there is one
-            sides = alone[max(0, p - reach) : p], alone[p + 1 : p + 1 + reach]
-            worth[p] = max(alone[p], min(max(side, default=-math.inf) for side in sides))
     return worth
+
+
+def turned(key: Tensor, angles: Tensor) -> Tensor:
+    """A key whose first pairs of numbers, halves paired, are turned by so much each."""
+    pairs = len(angles)
+    first, second, rest = key[:pairs], key[pairs : 2 * pairs], key[2 * pairs :]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
 
 
 def kvpop(run: Run, head: int) -> Tensor:
