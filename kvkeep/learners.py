@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .fingerprint import rotation_frequencies
+from .frequencies import rotation_frequencies
 from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
 from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .fingerprint import rotation_frequencies
+from .frequencies import rotation_frequencies
 from .learners import NUM_CALIBRATION, agent_names, train_on
 from .losses import Pairs, boundary_loss
 from .policies.files import PolicyFile

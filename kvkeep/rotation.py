@@ -30,7 +30,7 @@ def unrotate(x: Float[Tensor, "*S D"], cos: Float[Tensor, "*C R"], sin: Float[Te
 
 
 def rotary_of(frequencies: Float[Tensor, " P"]) -> Rotary:
-    """The rotation by so many radians a position of each pair of dimensions, see `rotation_frequencies`."""
+    """The rotation by so many radians a position of each pair of dimensions, see `frequencies.rotation_frequencies`."""
 
     def rotary(positions: Tensor) -> tuple[Tensor, Tensor]:
         half = positions[..., None] * frequencies

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from kvkeep.fingerprint import rotation_frequencies
+from kvkeep.frequencies import rotation_frequencies
 from kvkeep.rotation import rotary_of, rotate
 from kvkeep.trace import Trace, TraceIndex, add_prompts, write_index, write_trace
 

@@ -56,6 +56,7 @@ WITH_TRANSFORMERS = {
     "model",
     "recorder",
     "distill",
+    "frequencies",
     "evaluate",
     "tracing",
     "demo",

@@ -17,7 +17,8 @@ from torch import Tensor
 import kvkeep
 from kvkeep import KVCache
 from kvkeep.evaluate.dense_twin import witnessed
-from kvkeep.fingerprint import fingerprint, rotation_frequencies
+from kvkeep.fingerprint import fingerprint
+from kvkeep.frequencies import rotation_frequencies
 from kvkeep.policies import KVpop, KVpopMLP
 from kvkeep.pool import Window, hold
 

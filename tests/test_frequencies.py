@@ -1,4 +1,4 @@
-"""What a fingerprint tells of a model's rotation."""
+"""The frequencies of a rotation are those of the model's own."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvkeep.cache import _rotary
-from kvkeep.fingerprint import fingerprint, rotation_frequencies
+from kvkeep.fingerprint import fingerprint
+from kvkeep.frequencies import rotation_frequencies
 
 SCALED = {
     "linear": {"factor": 4.0},
