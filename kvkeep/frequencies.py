@@ -15,9 +15,11 @@ def rotation_frequencies(fingerprint: Mapping[str, Any]) -> list[float]:
     """Radians by which the model's rotation turns each pair of dimensions of a key a position, halves paired.
 
     Raises:
-        ValueError: for a rotation that changes with the length of the text, or from layer to layer.
+        ValueError: for a rotation that changes with the length of the text, or is not told.
     """
     rotation, size = fingerprint.get("rotation", {}), fingerprint["head size"]
+    # where kinds of layers have rotations of their own, these are the ones that are managed
+    rotation = rotation.get("full_attention", rotation)
     kind = rotation.get("rope_type", "default")
     if "rope_theta" not in rotation or kind not in ("default", *_STEADY):
         raise ValueError(

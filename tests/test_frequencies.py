@@ -29,6 +29,14 @@ def test_the_frequencies_are_those_of_the_models_own_rotation(tiny, family):
     torch.testing.assert_close(torch.tensor(rotation_frequencies(fingerprint(model.config))), expected)
 
 
+def test_of_several_rotations_that_of_full_attention_counts(tiny):
+    model = tiny("gemma3")
+    expected = dict(model.named_buffers())["model.rotary_emb.full_attention_inv_freq"]
+    found = torch.tensor(rotation_frequencies(fingerprint(model.config)))
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, dict(model.named_buffers())["model.rotary_emb.sliding_attention_inv_freq"])
+
+
 @pytest.mark.parametrize("kind", SCALED)
 def test_so_are_those_of_scaled_rotations(kind):
     rotation = {"rope_type": kind, "rope_theta": 1e4, **SCALED[kind]}
@@ -46,7 +54,7 @@ def test_so_are_those_of_scaled_rotations(kind):
     [
         {},
         {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
     ],
 )
 def test_a_rotation_that_changes_is_refused_with_the_way_out(rotation):
