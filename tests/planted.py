@@ -23,14 +23,21 @@ INDEX = TraceIndex(
 )
 
 
-def planted(key: str, n: int = 60, *, source: str = "planted/inside", split: str = "train") -> Trace:
-    """A prompt whose tokens are important in the direction that their head likes, and a little less the older."""
+def planted(
+    key: str, n: int = 60, *, source: str = "planted/inside", split: str = "train", from_end: bool = True
+) -> Trace:
+    """A prompt whose tokens are important in the direction that their head likes, and a little less the older.
+
+    Heads like keys as the query behind the prompt sees them, or as they are before rotation (`from_end=False`).
+    """
     # a text's checksum is the same in every run
     generator = torch.Generator().manual_seed(sum(key.encode()) + 1000 * len(key))
     keys = torch.randn(L, H, n, D, generator=generator).bfloat16()
     likes = torch.randn(L, H, 1, D, generator=torch.Generator().manual_seed(0))
     worth = (2 * (keys * likes).sum(-1) / likes.norm(dim=-1) + torch.arange(n) / n).exp()
-    cos, sin = rotary_of(torch.tensor(rotation_frequencies(FINGERPRINT)))(torch.arange(n))
+    # one angle for all of them leaves each where it is beside the query at the end
+    turns = torch.full((n,), n - 1) if from_end else torch.arange(n)
+    cos, sin = rotary_of(torch.tensor(rotation_frequencies(FINGERPRINT)))(turns)
     return Trace(
         key=key,
         source=source,

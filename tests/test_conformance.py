@@ -729,10 +729,10 @@ def test_a_chunked_prefill_never_holds_more_than_budget_and_chunk(tiny, name, mo
     model, most = tiny("llama"), 0
     settle = kvkeep.layer.KVLayer.settle
 
-    def watched(layer, seen):
+    def watched(layer, *seen):
         nonlocal most
         most = max(most, layer.slots.capacity)
-        settle(layer, seen)
+        settle(layer, *seen)
 
     monkeypatch.setattr(kvkeep.layer.KVLayer, "settle", watched)
     schedule = kvkeep.Budget(tokens=40)
@@ -747,9 +747,9 @@ def test_the_old_storage_is_gone_after_an_eviction(tiny):
     cache = KVCache(model, policy="tova", budget=40)
     settle = kvkeep.layer.KVLayer.settle
 
-    def watched(layer, seen):
+    def watched(layer, *seen):
         storages.append(weakref.ref(layer.slots.keys.untyped_storage()))
-        settle(layer, seen)
+        settle(layer, *seen)
 
     kvkeep.layer.KVLayer.settle = watched
     try:

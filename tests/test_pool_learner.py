@@ -37,8 +37,8 @@ def with_later(trace, rule: str = "own"):
 
 
 def folder(path, rule: str = "own", num_train: int = 10):
-    train = [with_later(planted(f"t{i}", 100 + i), rule) for i in range(num_train)]
-    held = [with_later(planted(f"v{i}", 120, split="validation"), rule) for i in range(2)]
+    train = [with_later(planted(f"t{i}", 100 + i, from_end=False), rule) for i in range(num_train)]
+    held = [with_later(planted(f"v{i}", 120, split="validation", from_end=False), rule) for i in range(2)]
     return save_traces(path, train + held, LATER_INDEX)
 
 
