@@ -1,9 +1,14 @@
-"""By how much a model's rotation turns keys, from its fingerprint alone."""
+"""By how much a model's rotation turns keys, from its fingerprint alone.
+
+P pairs of dimensions that are turned.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -11,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 _STEADY = ("linear", "llama3", "yarn")
 
 
-def rotation_frequencies(fingerprint: Mapping[str, Any]) -> list[float]:
+def rotation_frequencies(fingerprint: Mapping[str, Any]) -> Float[Tensor, " P"]:
     """Radians by which the model's rotation turns each pair of dimensions of a key a position, halves paired.
 
     Raises:
@@ -28,6 +33,6 @@ def rotation_frequencies(fingerprint: Mapping[str, Any]) -> list[float]:
         )
     if kind == "default":
         turned = int(size * rotation.get("partial_rotary_factor", 1.0))
-        return [rotation["rope_theta"] ** (-place / turned) for place in range(0, turned, 2)]
+        return torch.tensor([rotation["rope_theta"] ** (-place / turned) for place in range(0, turned, 2)])
     config = LlamaConfig(hidden_size=size, num_attention_heads=1, head_dim=size, rope_parameters=dict(rotation))
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0].tolist()
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]

@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from .cache import KVCache
 from .layer import AttendingLayer, KVLayer, Plan
 from .policies import Observation, Policy
-from .slots import Slots
 
 
 class CacheGroup(Cache):
@@ -162,15 +161,9 @@ class _ShowOnce:
         if found is None:
             policy.track(seen)
             # eviction makes new arrays and leaves these as they are
-            self._found[policy, seen.held] = _notes(seen.slots)
-            return
-        for name, array in _notes(seen.slots).items():
-            array.copy_(found[name])
-
-
-def _notes(slots: Slots) -> dict[str, Tensor]:
-    """What a policy has written down."""
-    return {**{name: slots.side(name) for name in slots.side_names}, **slots.streams}
+            self._found[policy, seen.held] = seen.slots.notes
+        else:
+            seen.slots.copy_notes(found)
 
 
 def _attend_alone(

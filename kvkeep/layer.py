@@ -388,8 +388,8 @@ class KVLayer(AttendingLayer):
 
     def foresee_as(self, other: "KVLayer") -> None:
         """Know of the future what a layer with the same policy and the same prompt knows."""
-        for name in self._slots.side_names if self.awaits_future else ():
-            self._slots.side(name).copy_(other._slots.side(name))
+        if self.awaits_future:
+            self._slots.copy_notes(other._slots.notes)
 
     def finish_answer(self) -> None:
         """The answer's tokens so far are the future."""

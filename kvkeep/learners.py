@@ -108,7 +108,7 @@ class KVPLearner(Learner):
         device: torch.device | str = "cpu",
     ):
         first = prompts[0]
-        frequencies = torch.tensor(rotation_frequencies(index.fingerprint) if turn_back else [])
+        frequencies = rotation_frequencies(index.fingerprint) if turn_back else torch.empty(0)
         self.index, self.settings, self.device = index, settings, torch.device(device)
         self.names = agent_names(index)
         shape = AgentShape(

@@ -94,7 +94,7 @@ class Cutoff:
 
 def new_scorers(index: TraceIndex, settings: Cutoff, *, turn_back: bool, seed: int, **shape: Any) -> Scorers:
     """Untrained scorers for the layers and heads of `index`; `shape` is what else `ScorerShape` takes."""
-    frequencies = torch.tensor(rotation_frequencies(index.fingerprint) if turn_back else [])
+    frequencies = rotation_frequencies(index.fingerprint) if turn_back else torch.empty(0)
     sizes: dict[str, Any] = {
         "num_agents": len(agent_names(index)),
         "window": settings.window,

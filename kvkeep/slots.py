@@ -5,7 +5,7 @@ B sequences, H KV heads, N slots, T new tokens, D head size.
 Every KV head has the same number of slots but may hold different tokens. A slot whose position is -1 is empty.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,16 @@ class Slots:
     @property
     def side_names(self) -> tuple[str, ...]:
         return tuple(name for name in self._arrays if name not in ("keys", "values", "positions"))
+
+    @property
+    def notes(self) -> dict[str, Tensor]:
+        """What a policy has written down: side arrays and streams, as views that may be written."""
+        return {**{name: self.side(name) for name in self.side_names}, **self.streams}
+
+    def copy_notes(self, notes: Mapping[str, Tensor]) -> None:
+        """Take over what an equal policy has written down of the same tokens."""
+        for name, array in self.notes.items():
+            array.copy_(notes[name])
 
     def tokens(self, index: Int[Tensor, "B H ..."]) -> tuple[Tensor, Tensor]:
         """Keys and values at slots `index`: its shape, and behind it the numbers of one slot."""

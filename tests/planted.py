@@ -37,7 +37,7 @@ def planted(
     worth = (2 * (keys * likes).sum(-1) / likes.norm(dim=-1) + torch.arange(n) / n).exp()
     # one angle for all of them leaves each where it is beside the query at the end
     turns = torch.full((n,), n - 1) if from_end else torch.arange(n)
-    cos, sin = rotary_of(torch.tensor(rotation_frequencies(FINGERPRINT)))(turns)
+    cos, sin = rotary_of(rotation_frequencies(FINGERPRINT))(turns)
     return Trace(
         key=key,
         source=source,

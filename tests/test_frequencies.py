@@ -26,13 +26,13 @@ def test_the_frequencies_are_those_of_the_models_own_rotation(tiny, family):
     model = tiny(family)
     cos, sin = _rotary(model)(torch.tensor([[1]]))
     expected = torch.atan2(sin, cos)[0, 0, :8]
-    torch.testing.assert_close(torch.tensor(rotation_frequencies(fingerprint(model.config))), expected)
+    torch.testing.assert_close(rotation_frequencies(fingerprint(model.config)), expected)
 
 
 def test_of_several_rotations_that_of_full_attention_counts(tiny):
     model = tiny("gemma3")
     expected = dict(model.named_buffers())["model.rotary_emb.full_attention_inv_freq"]
-    found = torch.tensor(rotation_frequencies(fingerprint(model.config)))
+    found = rotation_frequencies(fingerprint(model.config))
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found, dict(model.named_buffers())["model.rotary_emb.sliding_attention_inv_freq"])
 
@@ -43,10 +43,10 @@ def test_so_are_those_of_scaled_rotations(kind):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, max_position_embeddings=256, rope_parameters=rotation)
     expected = LlamaRotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(torch.tensor(rotation_frequencies(fingerprint(config))), expected)
+    torch.testing.assert_close(rotation_frequencies(fingerprint(config)), expected)
     plain = {"rope_type": "default", "rope_theta": 1e4}
     config.rope_parameters = plain
-    assert not torch.allclose(torch.tensor(rotation_frequencies(fingerprint(config))), expected)
+    assert not torch.allclose(rotation_frequencies(fingerprint(config)), expected)
 
 
 @pytest.mark.parametrize(

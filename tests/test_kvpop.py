@@ -215,7 +215,7 @@ def test_a_policy_that_turns_keys_back_decodes_as_it_reads_at_once(tiny):
     model = tiny("llama")
     shape = fingerprint(model.config)
     file = KVpop.untrained(shape, turned=16).file
-    file.tensors["frequencies"].copy_(torch.tensor(rotation_frequencies(shape)))
+    file.tensors["frequencies"].copy_(rotation_frequencies(shape))
     policy = KVpop(weights="turned", trained=KVpop.network_of(file))
     whole, steps = (KVCache(model, policy=policy, budget=1000) for _ in range(2))
     read(model, whole, tokens(50))
