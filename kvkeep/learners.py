@@ -3,6 +3,7 @@
 A agents, n ranked tokens of a prompt, D head size.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from .frequencies import rotation_frequencies
 from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
 from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile
-from .policies.kvp import agents_file
+from .policies.kvp import GLANCE, agents_file, glimpses
 from .team import Team
 from .trace import AGGREGATIONS, Trace, TraceIndex
 from .train import Learner, Progress, Recipe, train
@@ -78,6 +79,7 @@ class Example(NamedTuple):
     values: Float[Tensor, "A n Dv"]
     positions: Tensor
     length: Tensor
+    received: Float[Tensor, "A n 2"] | None
     importance: Float[Tensor, "A n"]
 
 
@@ -89,10 +91,12 @@ class KVPLearner(Learner):
         prompts: training prompts; the first few say what keys and values are typically like.
         architecture, hidden: of the agents, see `AgentShape`.
         turn_back: whether the agents see keys as the next query would (`AgentShape.sight`), or as they are cached.
+        glance: newest queries whose attention they see (`AgentShape.glance`), 0 for none.
         seed: of their first weights.
 
     Raises:
-        ValueError: where keys are to be turned back and the fingerprint does not tell how, see `rotation_frequencies`.
+        ValueError: where keys are to be turned back and the fingerprint does not tell how, see `rotation_frequencies`;
+            where that attention was not recorded.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class KVPLearner(Learner):
         architecture: str = "compact",
         hidden: int = 64,
         turn_back: bool = True,
+        glance: int = GLANCE,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ):
@@ -111,6 +116,7 @@ class KVPLearner(Learner):
         frequencies = rotation_frequencies(index.fingerprint) if turn_back else torch.empty(0)
         self.index, self.settings, self.device = index, settings, torch.device(device)
         self.names = agent_names(index)
+        self._glimpses = glimpses(glance) if glance else ()
         shape = AgentShape(
             num_agents=len(self.names),
             key_size=first.keys.shape[-1],
@@ -119,10 +125,11 @@ class KVPLearner(Learner):
             hidden=hidden,
             recent=settings.recent,
             turned=2 * len(frequencies),
+            glance=glance,
         )
         self.network: Agents = make_agents(shape, seed, frequencies).to(self.device)
         samples = [self.example(prompts[place]) for place in range(min(len(prompts), NUM_CALIBRATION))]
-        self.network.calibrate([sample[:4] for sample in samples])
+        self.network.calibrate([sample[:-1] for sample in samples])
 
     def example(self, trace: Trace) -> Example:
         """The ranked tokens of a prompt.
@@ -140,11 +147,13 @@ class KVPLearner(Learner):
         importance = trace.importance(settings.group, settings.futures)
         positions = torch.arange(n, dtype=torch.int32).expand(len(self.names), -1)[:, ranked].to(self.device)
         length = torch.tensor(n, device=self.device)
-        return Example(agents(trace.keys), agents(trace.values), positions, length, agents(importance))
+        glimpsed = [agents(_glimpsed(trace, name)) for name in self._glimpses]
+        received = torch.stack(glimpsed, dim=-1) if glimpsed else None
+        return Example(agents(trace.keys), agents(trace.values), positions, length, received, agents(importance))
 
     def loss(self, network: nn.Module, trace: Trace, generator: torch.Generator) -> Float[Tensor, " A"]:
         example = self.example(trace)
-        scores = network(*example[:4])
+        scores = network(*example[:-1])
         if self.settings.objective == "sampled":
             orders = draw_orders(scores, self.settings.draws, generator)
             return sampled_loss(scores, example.importance, orders).loss
@@ -155,7 +164,7 @@ class KVPLearner(Learner):
 
     def reward(self, network: nn.Module, trace: Trace) -> Float[Tensor, " A"]:
         example = self.example(trace)
-        return reward(example.importance, network(*example[:4]).argsort(dim=-1, descending=True))
+        return reward(example.importance, network(*example[:-1]).argsort(dim=-1, descending=True))
 
     def policy(self, network: nn.Module, training: dict[str, Any]) -> PolicyFile:
         assert isinstance(network, Agents)
@@ -174,6 +183,7 @@ def train_kvp(
     architecture: str = "compact",
     hidden: int = 64,
     turn_back: bool = True,
+    glance: int = GLANCE,
     made_by: dict[str, Any] | None = None,
     team: Team | None = None,
     **on: Any,
@@ -187,6 +197,7 @@ def train_kvp(
         out: folder for the policy, and for what an interrupted training goes on from.
         architecture, hidden: of the agents, see `AgentShape`.
         turn_back: whether the agents see keys as the next query would (`AgentShape.sight`), or as they are cached.
+        glance: newest queries whose attention they see (`AgentShape.glance`), 0 for none.
         made_by: command, commit and versions for the policy's manifest.
     """
     settings, recipe, team = settings or Ranked(), recipe or Recipe(), team or Team()
@@ -197,6 +208,7 @@ def train_kvp(
         architecture=architecture,
         hidden=hidden,
         turn_back=turn_back,
+        glance=glance,
         seed=recipe.seed,
         device=team.device,
     )
@@ -230,6 +242,15 @@ def training_manifest(
         "recipe": asdict(recipe),
         "processes": team.size,
     }
+
+
+def _glimpsed(trace: Trace, glimpse: str) -> Float[Tensor, "L H n"]:
+    if glimpse not in trace.worths:
+        raise ValueError(
+            f"trace {trace.key} does not hold the attention that agents are to see ({glimpse}); record it with "
+            f"kvkeep trace --policy {shlex.quote(glimpse)}, or let them see none (glance=0, --glance 0)"
+        )
+    return trace.worths[glimpse]
 
 
 def agent_names(index: TraceIndex) -> list[str]:

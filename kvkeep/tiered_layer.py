@@ -195,11 +195,13 @@ class TieredLayer(KVLayer):
         coded = slots.coded.taken(chosen, ~risen.gather(2, chosen))
         dtype = slots.keys.dtype
         worth = coded.side("worth").repeat_interleave(codec.window, -1)
+        # whatever else the policy notes of a token was not kept, and begins anew
+        ranked, *others = self.plan.policy.side
         return Slots(
             codec.keys(coded).flatten(2, 3).to(dtype),
             codec.values(coded).flatten(2, 3).to(dtype),
             codec.positions(coded.positions).flatten(2),
-            dict.fromkeys(slots.side_names, worth),
+            {ranked: worth, **dict.fromkeys(others, torch.zeros_like(worth))},
         )
 
     def _kept_tokens(self, held: _InSlots, full: Bool[Tensor, "B H F"]) -> Bool[Tensor, "B H N"]:

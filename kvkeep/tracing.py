@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from .corpus import Harvest, Reading, harvest
 from .evaluate.run import end_tokens, weights_digest
 from .fingerprint import fingerprint, head_size, refuse_other_model
+from .policies.kvp import GLANCE, glimpses
 from .recorder import Item, Recorder
 from .trace import (
     Trace,
@@ -56,7 +57,8 @@ class Tracing:
         data: sources of prompts (see `corpus.harvest`).
         out: folder of traces, new or with others made under the same settings.
         reading: how data becomes prompts and futures.
-        layers, heads, policies, delay: as for `Recorder`.
+        layers, heads, delay: as for `Recorder`.
+        policies: as for `Recorder`, beside those that tell what kvp's agents see of queries.
         temperature: of sampled futures.
         made_by: manifest of this run, for the index.
         share: this process among several; None asks the environment.
@@ -86,7 +88,8 @@ class Tracing:
             model,
             layers=layers,
             heads=heads,
-            policies=policies,
+            # what kvp's agents see of queries
+            policies=[*glimpses(GLANCE), *policies],
             temperature=temperature if reading.sampled else 0.0,
             seed=reading.seed,
             ends=end_tokens(model, reading.tokenizer),

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from kvkeep.frequencies import rotation_frequencies
+from kvkeep.policies.kvp import GLANCE, glimpses
 from kvkeep.rotation import rotary_of, rotate
 from kvkeep.trace import Trace, TraceIndex, add_prompts, write_index, write_trace
 
@@ -24,17 +25,25 @@ INDEX = TraceIndex(
 
 
 def planted(
-    key: str, n: int = 60, *, source: str = "planted/inside", split: str = "train", from_end: bool = True
+    key: str,
+    n: int = 60,
+    *,
+    source: str = "planted/inside",
+    split: str = "train",
+    from_end: bool = True,
+    by_reading: bool = False,
 ) -> Trace:
     """A prompt whose tokens are important in the direction that their head likes, and a little less the older.
 
     Heads like keys as the query behind the prompt sees them, or as they are before rotation (`from_end=False`).
+    With `by_reading` tokens are important as far as the newest queries read them, whatever their keys.
     """
     # a text's checksum is the same in every run
     generator = torch.Generator().manual_seed(sum(key.encode()) + 1000 * len(key))
     keys = torch.randn(L, H, n, D, generator=generator).bfloat16()
     likes = torch.randn(L, H, 1, D, generator=torch.Generator().manual_seed(0))
     worth = (2 * (keys * likes).sum(-1) / likes.norm(dim=-1) + torch.arange(n) / n).exp()
+    read = torch.randn(L, H, n, generator=generator).exp() / n
     # one angle for all of them leaves each where it is beside the query at the end
     turns = torch.full((n,), n - 1) if from_end else torch.arange(n)
     cos, sin = rotary_of(rotation_frequencies(FINGERPRINT))(turns)
@@ -46,8 +55,10 @@ def planted(
         future_ids=torch.zeros(1, 1, dtype=torch.int32),
         keys=rotate(keys.float(), cos, sin).bfloat16(),
         values=torch.randn(L, H, n, D, generator=generator).bfloat16(),
-        importance_max=worth[None],
+        importance_max=read[None].clone() if by_reading else worth[None],
         importance_mean=worth[None] / 2,
+        # attention of the newest 32 queries, and of the last, which says nothing
+        worths=dict(zip(glimpses(GLANCE), (read, torch.rand(read.shape, generator=generator)), strict=True)),
     )
 
 

@@ -54,7 +54,7 @@ def agents_and_tokens(architecture: str, A: int = 6, N: int = 30, dtype=torch.fl
 def test_agents_asked_for_some_rows_say_what_they_say_among_all(architecture):
     agents, (keys, values, positions, length) = agents_and_tokens(architecture)
     every, some = agents(keys, values, positions, length), slice(2, 4)
-    assert torch.allclose(agents(keys[some], values[some], positions[some], length, some), every[some], atol=1e-5)
+    assert torch.allclose(agents(keys[some], values[some], positions[some], length, rows=some), every[some], atol=1e-5)
     assert every.shape == (6, 30) and every.std() > 0.01
 
 
@@ -115,7 +115,7 @@ def test_places_are_bounded_and_the_protected_end_counts_as_its_edge():
     assert torch.allclose(scores[:, 13:], scores[:, 13:14].expand(-1, 17), atol=1e-6)
     assert (scores[:, :13] - scores[:, 13:14]).abs().amin() > 1e-5
     far = torch.tensor([10**7])
-    inputs = agents._inputs(keys[:, :1], values[:, :1], far.expand(6, -1), far[0] + 1, torch.float32)
+    inputs = agents._inputs(keys[:, :1], values[:, :1], far.expand(6, -1), far[0] + 1, dtype=torch.float32)
     assert inputs[..., 14:].abs().max() < 1.2
 
 
@@ -140,7 +140,7 @@ def test_calibrated_inputs_are_centred_and_scaled():
     agents, (keys, values, positions, length) = agents_and_tokens("compact", N=500)
     keys = keys * 30 + 100
     agents.calibrate([(keys, values, positions, length)])
-    inputs = agents._inputs(keys, values, positions, length, torch.float32)
+    inputs = agents._inputs(keys, values, positions, length, dtype=torch.float32)
     scaled = (inputs - agents.centre) / agents.spread
     assert scaled.mean(1).abs().max() < 1e-3
     assert (scaled.std(1) - 1).abs().max() < 1e-3
@@ -166,9 +166,9 @@ def test_a_bounded_conversation_is_ranked_after_each_prompt_and_every_16_tokens(
     model, lengths = tiny("llama"), []
     score = Ranking.score
 
-    def watched(self, layer, keys, values, positions, seen):
+    def watched(self, layer, keys, values, positions, seen, received):
         lengths.extend(seen.tolist() if layer == 0 else [])
-        return score(self, layer, keys, values, positions, seen)
+        return score(self, layer, keys, values, positions, seen, received)
 
     monkeypatch.setattr(Ranking, "score", watched)
     cache = KVCache(model, policy=untrained(model), budget=40)
@@ -182,9 +182,9 @@ def test_rows_of_a_batch_are_ranked_at_lengths_of_their_own(tiny, monkeypatch):
     model, seen_lengths = tiny("llama"), []
     score = Ranking.score
 
-    def watched(self, layer, keys, values, positions, seen):
+    def watched(self, layer, keys, values, positions, seen, received):
         seen_lengths.append(seen.tolist())
-        return score(self, layer, keys, values, positions, seen)
+        return score(self, layer, keys, values, positions, seen, received)
 
     monkeypatch.setattr(Ranking, "score", watched)
     mask = torch.ones(2, 60, dtype=torch.long)

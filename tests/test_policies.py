@@ -4,7 +4,7 @@ B sequences, H KV heads, G query heads per KV head, N tokens, D head size.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ SMALL: dict[str, list[dict]] = {
     "pyramidkv": [{"window": 6, "kernel": 3}],
     "expected_attention": [{"horizon": 1, "sinks": 4, "epsilon": 0.0}, {"horizon": 9, "sinks": 2, "epsilon": 0.05}],
     **{name: [needed] for name, needed in NEEDED.items()},
-    "kvp": [NEEDED["kvp"], {"trained": ranking(turned=4, sight=7)}],
+    "kvp": [NEEDED["kvp"], {"trained": ranking(turned=4, sight=7)}, {"trained": ranking(glance=5)}],
     # the twin deletes for real, without an epsilon
     "lorekv": [
         {"window": 6, "chunk": 2, "guard": 0.0, "epsilon": 1e-9},
@@ -258,7 +258,11 @@ def recorded(policy: Policy) -> tuple[Policy, dict[int, list[Observation]]]:
         kind.track(self, seen)
 
     witness = type(kind.__name__, (kind,), {"track": track})
-    return witness(**vars(policy)), log
+    return witness(**options_of(policy)), log
+
+
+def options_of(policy: Policy) -> dict:
+    return {field.name: getattr(policy, field.name) for field in fields(policy)}
 
 
 def run_from(log: list[Observation], options: dict) -> Run:
@@ -286,7 +290,7 @@ def test_a_prefill_in_one_piece_keeps_what_the_twin_finds_worth_most(tiny, name)
     kvkeep.prefill(model, prompt, cache, future=tokens(6, seed=1) if "future" in policy.needs else None)
     counts = cache.budget.slots(torch.tensor([90]), 3)[:, 0].tolist()
     for layer, count in zip(cache.managed, counts, strict=True):
-        worths = TWINS[name](run_from(log[layer.index], vars(policy)))[:, :90]
+        worths = TWINS[name](run_from(log[layer.index], options_of(policy)))[:, :90]
         for head, worth in enumerate(worths.tolist()):
             guarded = [at < 4 or at >= 90 - 16 for at in range(90)]
             expected = set(kept_by_sorting(worth, range(90), guarded, count))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from kvkeep.cli import app
 from kvkeep.learners import KVPLearner, Ranked, train_kvp
 from kvkeep.policies import KVP
+from kvkeep.policies.kvp import GLANCE
 from kvkeep.train import Recipe, train
 from kvkeep.training_data import open_data
 
@@ -33,7 +34,7 @@ def traces(tmp_path_factory) -> Path:
 def run(traces: Path, out: Path, settings: Ranked | None = None, **changes):
     """A short training; the rewards of all validations, and where it stood."""
     looks = []
-    options = {name: changes.pop(name) for name in ("architecture", "hidden", "on_step") if name in changes}
+    options = {name: changes.pop(name) for name in ("architecture", "hidden", "glance", "on_step") if name in changes}
     progress = train_kvp(
         open_data([traces]),
         out,
@@ -68,10 +69,32 @@ def same(one: Path, other: Path) -> bool:
     ids=["exact", "exact with subsets", "sampled", "paper"],
 )
 def test_a_planted_rule_is_learned(traces, tmp_path, settings, changes, least):
-    looks, progress = run(traces, tmp_path, Ranked(**settings), **{"steps": 150, "every": 50, "warmup": 10, **changes})
+    recipe = {"steps": 150, "every": 50, "warmup": 10, "glance": 0}
+    looks, progress = run(traces, tmp_path, Ranked(**settings), **{**recipe, **changes})
     assert looks[0].reward < -1.8
     assert progress.best > least
     assert progress.best == max(look.reward for look in looks)
+
+
+@pytest.mark.parametrize("architecture", ["compact", "paper"])
+def test_what_the_newest_queries_read_is_seen_by_agents_that_glance_and_by_no_others(tmp_path, architecture):
+    prompts = [planted(f"t{i}", 50 + i, by_reading=True) for i in range(8)]
+    prompts += [planted(f"v{i}", split="validation", by_reading=True) for i in range(2)]
+    traces = save_traces(tmp_path / "traces", prompts)
+    recipe = {"steps": 200, "every": 100, "warmup": 10, "lr": 2e-2, "architecture": architecture}
+    reached = {glance: run(traces, tmp_path / str(glance), glance=glance, **recipe)[1].best for glance in (GLANCE, 0)}
+    assert reached[GLANCE] > -1.3 and reached[0] < -2
+    assert KVP.from_pretrained(tmp_path / str(GLANCE)).needs == {"queries"}
+    assert not KVP.from_pretrained(tmp_path / "0").needs
+
+
+def test_traces_that_do_not_tell_what_agents_are_to_see_are_refused(tmp_path):
+    traces = save_traces(tmp_path / "traces", [replace(planted(f"t{i}"), worths={}) for i in range(3)])
+    with pytest.raises(
+        ValueError, match=r"record it with kvkeep trace --policy 'snapkv\(kernel=1\)', or .* --glance 0"
+    ):
+        run(traces, tmp_path / "out")
+    assert run(traces, tmp_path / "out", glance=0)[0]
 
 
 def test_the_policy_ranks_as_the_agents_that_were_validated(traces, tmp_path):
@@ -83,12 +106,13 @@ def test_the_policy_ranks_as_the_agents_that_were_validated(traces, tmp_path):
     positions, length = example.positions[None], torch.tensor([trace.num_tokens])
     scores = [
         policy.trained.score(layer, *(array[None, 2 * layer : 2 * layer + 2] for array in example[:2]),
-                             positions[:, 2 * layer : 2 * layer + 2], length)[0]
+                             positions[:, 2 * layer : 2 * layer + 2], length,
+                             example.received[None, 2 * layer : 2 * layer + 2])[0]
         for layer in (0, 1)
     ]  # fmt: skip
     reloaded = KVPLearner(INDEX, [trace], Ranked(), hidden=16)
     reloaded.network.load_state_dict({name: tensor.float() for name, tensor in policy.file.tensors.items()})
-    assert torch.equal(torch.cat(scores), reloaded.network(*example[:4]))
+    assert torch.equal(torch.cat(scores), reloaded.network(*example[:-1]))
     assert policy.file.training["reached"] == {
         "step": progress.best_step,
         "reward": progress.best,
@@ -105,7 +129,8 @@ def test_agents_trained_together_are_what_each_is_alone(traces, tmp_path):
     def one_head(trace):
         cut = {name: getattr(trace, name)[..., 1:, 1:2, :, :] for name in ("keys", "values")}
         worth = {name: getattr(trace, name)[:, 1:, 1:] for name in ("importance_max", "importance_mean")}
-        return replace(trace, **cut, **worth)
+        read = {name: array[1:, 1:] for name, array in trace.worths.items()}
+        return replace(trace, **cut, **worth, worths=read)
 
     prompts, validation = ([one_head(trace) for trace in part] for part in (data.prompts, data.validation))
     alone = KVPLearner(replace(data.index, layers=[1], heads=[1]), prompts, settings, hidden=8)

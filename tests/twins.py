@@ -348,15 +348,23 @@ def kvp(run: Run, head: int) -> Tensor:
     frequencies = file.tensors.get("frequencies", torch.zeros(0))
     agent = {name: tensor[place].float() for name, tensor in file.tensors.items() if name != "frequencies"}
     worth = torch.full((run.keys.shape[1],), torch.finfo(torch.float32).max)
-    for new in run.forwards:
+    glance = file.architecture["glance"]
+    for number, new in enumerate(run.forwards):
         n = new.stop
         if len(new) == 1 and n % 16:
             continue
+        read_by_newest = []
+        if glance:
+            so_far = replace(run, sizes=run.sizes[: number + 1], options={"window": glance, "kernel": 1})
+            received = [snapkv(so_far, head), attention_of(run, head, n - 1)]
+            read_by_newest = [(each * n + 1e-3).log() / 3 for each in received]
         for p in range(n):
             at = [p / n, math.log(1 + max(n - 1 - p, 16)) / 14, math.log(1 + p) / 14]
             angles = frequencies * -(p + min(n - 1 - p, file.architecture["sight"]))
             key = turned(run.keys[head, p].float(), angles)
-            seen = torch.cat([key, run.values[head, p].float(), torch.tensor(at)])
+            seen = torch.cat(
+                [key, run.values[head, p].float(), torch.tensor(at), *(read[p : p + 1] for read in read_by_newest)]
+            )
             hidden = (seen - agent["centre"][0]) / agent["spread"][0]
             for name in ("first", "second"):
                 hidden = hidden @ agent[name] + agent[f"{name}_bias"][0]

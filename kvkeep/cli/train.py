@@ -62,6 +62,7 @@ def kvp(
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept, so not ranked.")] = 16,
     architecture: Annotated[str, typer.Option(help="compact, or paper.")] = "compact",
     turn_back: TurnBack = True,
+    glance: Annotated[int, typer.Option(help="Newest queries whose attention agents see; the paper's 0.")] = 32,
     hidden: Annotated[int, typer.Option(help="Width of the hidden layers; the paper's is 256.")] = 64,
     steps: Steps = 800,
     batch: Batch = 1,
@@ -115,7 +116,7 @@ def kvp(
         seed=seed,
     )
     data = open_data(traces, sources=names(sources), num_prompts=prompts, share=validation, seed=seed)
-    shape = {"architecture": architecture, "hidden": hidden, "turn_back": turn_back}
+    shape = {"architecture": architecture, "hidden": hidden, "turn_back": turn_back, "glance": glance}
     options = {"settings": settings, "recipe": recipe, **shape}
     _run(train_kvp, data, folder, device, as_json, data.index, **options)
 

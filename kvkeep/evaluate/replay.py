@@ -17,8 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..attention import AttentionMass
 from ..budget import Budget
-from ..policies import POLICIES, Observation, Policy, make_policy, spelled
+from ..policies import KVP, POLICIES, Observation, Policy, make_policy, spelled
+from ..policies.kvp import glimpses
 from ..selection import protected, survivors
 from ..slots import Slots
 from ..target import target
@@ -195,24 +197,44 @@ def _refuse_unanswerable(name: str, policy: Policy, traces: Traces) -> None:
     index, recorded = traces.index, list(traces[0].worths)
     if name == _ORACLE or name in recorded:
         return
-    if policy.needs:
-        raise ValueError(
-            f"policy {name!r} reads {' and '.join(sorted(policy.needs))}, which traces do not hold, and what it says "
-            f"was not recorded (there is {', '.join(recorded) or 'nothing'}); record it: kvkeep trace --policy {name}"
-        )
     if len(index.heads) < index.fingerprint["number of KV heads"] and type(policy).check is not Policy.check:
         raise ValueError(
             f"policy {name!r} was made for all KV heads, and {traces.folder} holds heads {index.heads} alone"
         )
     policy.check(index.fingerprint, index.layers)
+    glimpsed = set(_glimpses(policy).values())
+    if policy.needs and not (glimpsed and glimpsed <= set(recorded)):
+        raise ValueError(
+            f"policy {name!r} reads {' and '.join(sorted(policy.needs))}, which traces do not hold, and what it says "
+            f"was not recorded (there is {', '.join(recorded) or 'nothing'}); record it: kvkeep trace --policy {name}"
+        )
+
+
+def _glimpses(policy: Policy) -> dict[int, str]:
+    """What traces call all that a policy sees of so many newest queries; nothing where it sees none, or more."""
+    if not isinstance(policy, KVP) or not policy.glance:
+        return {}
+    return dict(zip((policy.glance.window, 1), glimpses(policy.glance.window), strict=True))
+
+
+class _RecordedMass(AttentionMass):
+    """Attention of the newest queries as it was recorded, `[1, H, n]` for so many of them."""
+
+    def __init__(self, sums: Mapping[int, Float[Tensor, "1 H n"]]):
+        self._sums = sums
+
+    def received(self, last: int | None = None, *, power: float = 1.0, decay: float = 1.0) -> Float[Tensor, "1 H n"]:
+        assert last is not None and power == decay == 1
+        return self._sums[last]
 
 
 def _worth(policy: Policy, trace: Trace, index: TraceIndex) -> Float[Tensor, "L H n"]:
     """What the policy says right after the prompt, layer by layer as in a cache."""
     H, n = trace.keys.shape[1:3]
     positions = torch.arange(n, dtype=torch.int32).expand(1, H, n)
+    glimpsed = {last: last * trace.worths[name][:, None] for last, name in _glimpses(policy).items()}
     worths = []
-    for layer, keys, values in zip(index.layers, trace.keys, trace.values, strict=True):
+    for place, (layer, keys, values) in enumerate(zip(index.layers, trace.keys, trace.values, strict=True)):
         side = {name: torch.zeros(1, H, n) for name in policy.side}
         shapes = policy.streams(H, index.group, keys.shape[-1])
         streams = {name: torch.zeros(1, *shape) for name, shape in shapes.items()}
@@ -222,6 +244,8 @@ def _worth(policy: Policy, trace: Trace, index: TraceIndex) -> Float[Tensor, "L 
             num_new=n,
             lengths=torch.tensor([n], dtype=torch.int32),
             layer=layer,
+            attention=_RecordedMass({last: mass[place] for last, mass in glimpsed.items()}),
+            query_positions=positions[:, 0],
         )
         policy.track(seen)
         worths.append(policy.score(seen)[0].float())

@@ -2,12 +2,14 @@
 
 A agents, N tokens, D size of a key, V of a value, F features of a token.
 
-An agent scores a token by its key, its value and its position alone. All agents asked run in one batched product.
+An agent scores a token by its key, its value, its position and, if it glances, what the newest queries read of it. All
+agents asked run in one batched product.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +26,9 @@ _POSITION_SIZE = 32
 _NUM_PLACES = 3
 # distances count by their logarithm; divided by this it is about 1 for a million tokens
 _LOG_SCALE = 14.0
+# attention counts by the logarithm of how many times an even share it is; as little as this is none
+_NO_ATTENTION = 1e-3
+_ATTENTION_SCALE = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class AgentShape:
         turned: numbers of a key that the model's rotation turns, which are turned as the next query would see them
             before they are read; 0 reads keys as they are cached.
         sight: what is further from the end is seen as if it stood so far from it.
+        glance: the agents also see the attention that a token got from the newest query, and from so many of the
+            newest in the mean; 0 sees neither.
 
     Raises:
         ValueError: for an unknown architecture or a size below 1.
@@ -54,12 +61,13 @@ class AgentShape:
     num_positions: int = 4096
     turned: int = 0
     sight: int = 1024
+    glance: int = 0
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"unknown architecture {self.architecture!r}; choose one of {', '.join(ARCHITECTURES)}")
         for name, size in asdict(self).items():
-            if name not in ("architecture", "recent", "turned", "sight") and size < 1:
+            if name not in ("architecture", "recent", "turned", "sight", "glance") and size < 1:
                 raise ValueError(f"{name} of the agents must be at least 1, got {size}")
 
 
@@ -83,6 +91,7 @@ class Agents(nn.Module, ABC):
         values: Float[Tensor, "*B A N V"],
         positions: Int[Tensor, "*B A N"],
         lengths: Int[Tensor, "*B"],
+        received: Float[Tensor, "*B A N 2"] | None = None,
         rows: slice = EVERY,
     ) -> Float[Tensor, "*B A N"]:
         """Score of each token in fp32; only the order within an agent means something.
@@ -92,11 +101,13 @@ class Agents(nn.Module, ABC):
                 does that quickly, all else in fp32.
             positions: true positions; scores of empty slots (-1) are arbitrary.
             lengths: tokens each sequence has seen.
+            received: mean attention from the newest `AgentShape.glance` queries, and attention from the newest, where
+                the agents see any.
             rows: the agents asked, such as those of one layer.
         """
 
-    def calibrate(self, samples: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
-        """Learn what is typical from (keys, values, positions, lengths) of a few prompts, before training starts."""
+    def calibrate(self, samples: Iterable[Sequence[Any]]) -> None:
+        """Learn what is typical from what `forward` reads of a few prompts, before training starts."""
         return
 
     def _in_sight(
@@ -112,6 +123,16 @@ class Agents(nn.Module, ABC):
         back = at + (lengths[..., None, None] - 1 - at).clamp(max=self.shape.sight)
         cos, sin = self._table.at(back)
         return rotate(keys.float(), cos, -sin)
+
+    def _glanced(
+        self, received: Float[Tensor, "*B A N 2"] | None, lengths: Int[Tensor, "*B"]
+    ) -> list[Float[Tensor, "*B A N 2"]]:
+        """The attention the agents see, as more numbers of each token; nothing where they see none."""
+        if not self.shape.glance:
+            return []
+        assert received is not None
+        shares = received.float() * lengths[..., None, None, None]
+        return [(shares + _NO_ATTENTION).log() / _ATTENTION_SCALE]
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_of(self.frequencies)(positions)
@@ -129,7 +150,7 @@ class Compact(Agents):
 
     def __init__(self, shape: AgentShape):
         super().__init__(shape)
-        size = shape.key_size + shape.value_size + _NUM_PLACES
+        size = shape.key_size + shape.value_size + _NUM_PLACES + _num_glances(shape)
         self.register_buffer("centre", torch.zeros(shape.num_agents, 1, size))
         self.register_buffer("spread", torch.ones(shape.num_agents, 1, size))
         self.first, self.first_bias = stacked_layer(shape.num_agents, size, shape.hidden)
@@ -142,28 +163,37 @@ class Compact(Agents):
         values: Float[Tensor, "*B A N V"],
         positions: Int[Tensor, "*B A N"],
         lengths: Int[Tensor, "*B"],
+        received: Float[Tensor, "*B A N 2"] | None = None,
         rows: slice = EVERY,
     ) -> Float[Tensor, "*B A N"]:
         dtype = _arithmetic(keys)
         # an autocast around the model must not round the scores
         with torch.autocast(keys.device.type, enabled=False):
-            seen = self._inputs(keys, values, positions, lengths, dtype) - self.centre[rows].to(dtype)
+            seen = self._inputs(keys, values, positions, lengths, received, dtype=dtype) - self.centre[rows].to(dtype)
             # the spread goes into the weights, which are far smaller than the inputs
             first = self.first[rows] / self.spread[rows].mT
             hidden = silu(linear(seen, first, self.first_bias[rows]))
             hidden = silu(linear(hidden, self.second[rows], self.second_bias[rows]))
             return _score(hidden, self.last[rows])
 
-    def calibrate(self, samples: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
-        inputs = torch.cat([self._inputs(*sample, torch.float32) for sample in samples], dim=-2)
+    def calibrate(self, samples: Iterable[Sequence[Any]]) -> None:
+        inputs = torch.cat([self._inputs(*sample, dtype=torch.float32) for sample in samples], dim=-2)
         self.centre.copy_(inputs.mean(-2, keepdim=True))
         # an input that never changes in the samples is not blown up
         self.spread.copy_(inputs.std(-2, keepdim=True).clamp(min=1e-2))
 
     def _inputs(
-        self, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        received: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
     ) -> Float[Tensor, "*B A N F"]:
-        parts = (self._in_sight(keys, positions, lengths), values, _places(positions, lengths, self.shape.recent))
+        places = _places(positions, lengths, self.shape.recent)
+        parts = (self._in_sight(keys, positions, lengths), values, places, *self._glanced(received, lengths))
         return torch.cat([part.to(dtype) for part in parts], dim=-1)
 
 
@@ -176,7 +206,7 @@ class Paper(Agents):
         self.key, self.key_bias = stacked_layer(A, shape.key_size, h)
         self.value, self.value_bias = stacked_layer(A, shape.value_size, h)
         self.table = nn.Parameter(torch.randn(A, shape.num_positions, _POSITION_SIZE))
-        self.first, self.first_bias = stacked_layer(A, 2 * h + _POSITION_SIZE, h)
+        self.first, self.first_bias = stacked_layer(A, 2 * h + _POSITION_SIZE + _num_glances(shape), h)
         self.second, self.second_bias = stacked_layer(A, h, h)
         self.last, _ = stacked_layer(A, h, 1)
         self.norms = nn.ParameterDict({name: stacked_norm(A, h) for name in ("key", "value", "first", "second")})
@@ -188,6 +218,7 @@ class Paper(Agents):
         values: Float[Tensor, "*B A N V"],
         positions: Int[Tensor, "*B A N"],
         lengths: Int[Tensor, "*B"],
+        received: Float[Tensor, "*B A N 2"] | None = None,
         rows: slice = EVERY,
     ) -> Float[Tensor, "*B A N"]:
         dtype = _arithmetic(keys)
@@ -201,7 +232,9 @@ class Paper(Agents):
             key = norm("key", linear(seen_keys, self.key[rows], self.key_bias[rows]))
             value = norm("value", linear(values.to(dtype), self.value[rows], self.value_bias[rows]))
             place = norm("place", self._embedded(positions, rows).to(dtype))
-            seen = torch.cat([key, value, place], dim=-1)
+            seen = torch.cat(
+                [key, value, place, *(part.to(dtype) for part in self._glanced(received, lengths))], dim=-1
+            )
             hidden = silu(norm("first", linear(seen, self.first[rows], self.first_bias[rows])))
             hidden = silu(norm("second", linear(hidden, self.second[rows], self.second_bias[rows])))
             return _score(hidden, self.last[rows])
@@ -237,6 +270,10 @@ def _places(positions: Int[Tensor, "*B A N"], lengths: Int[Tensor, "*B"], recent
     n, p = lengths[..., None, None].float(), positions.clamp(min=0).float()
     to_end = (n - 1 - p).clamp(min=recent)
     return torch.stack([p / n, to_end.log1p() / _LOG_SCALE, p.log1p() / _LOG_SCALE], dim=-1)
+
+
+def _num_glances(shape: AgentShape) -> int:
+    return 2 if shape.glance else 0
 
 
 def _score(hidden: Tensor, weight: Tensor) -> Tensor:

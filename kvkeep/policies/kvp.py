@@ -14,9 +14,13 @@ from torch import Tensor
 from ..slots import EMPTY
 from .agents import Agents, AgentShape, load_agents, make_agents
 from .base import Observation
+from .baselines import SnapKV
 from .files import PolicyFile
 from .learned import LearnedPolicy, Trained, policy_file, sizes_for
+from .spelling import spell
 
+# newest queries that agents see unless told otherwise
+GLANCE = 32
 # a token that was not ranked yet is worth more than any that was
 _UNRANKED = torch.finfo(torch.float32).max
 
@@ -31,15 +35,18 @@ class Ranking(Trained[Agents]):
         values: Float[Tensor, "B H N V"],
         positions: Int[Tensor, "B H N"],
         lengths: Int[Tensor, " B"],
+        received: Float[Tensor, "B H N 2"] | None,
     ) -> Float[Tensor, "B H N"]:
         """What the agents of one layer say of its slots."""
         with torch.no_grad():
-            return self.on(keys.device)(keys, values, positions, lengths, self.rows(layer, keys.shape[1]))
+            return self.on(keys.device)(keys, values, positions, lengths, received, self.rows(layer, keys.shape[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVP(LearnedPolicy):
     """KVP (arXiv 2602.10238): small agents, one per KV head, rank tokens by key, value and position; see docs/kvp.md.
+
+    Agents that glance (`AgentShape.glance`) also see what the newest queries read, as `Tova` and `SnapKV` do.
 
     Everything is ranked after a prompt, and in decoding whenever a sequence's length is a multiple of 16, the last
     chance before a token leaves the recent window; a token that came since is worth more than any ranked one.
@@ -58,7 +65,18 @@ class KVP(LearnedPolicy):
     # what deeper layers read depends on what earlier chunks kept
     chunk_free: ClassVar[bool] = False
 
+    # how it sees the newest queries but for the last, or None
+    glance: ClassVar[SnapKV | None] = None
+
     _EVERY: ClassVar[int] = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        glance = self.trained.file.architecture.get("glance", 0)
+        object.__setattr__(self, "glance", SnapKV(window=glance, kernel=1) if glance else None)
+        if self.glance:
+            object.__setattr__(self, "needs", self.glance.needs)
+            object.__setattr__(self, "side", (*self.side, *self.glance.side))
 
     @classmethod
     def network_of(cls, file: PolicyFile) -> Ranking:
@@ -68,10 +86,12 @@ class KVP(LearnedPolicy):
     def untrained_file(
         cls, fingerprint: Mapping[str, Any], layers: Sequence[int], seed: int, **options: Any
     ) -> PolicyFile:
-        shape = AgentShape(**{"hidden": 16, **sizes_for(fingerprint, layers), **options})
+        shape = AgentShape(**{"hidden": 16, "glance": GLANCE, **sizes_for(fingerprint, layers), **options})
         return agents_file(make_agents(shape, seed), fingerprint, layers, {"note": "not trained"})
 
     def track(self, seen: Observation) -> None:
+        if self.glance:
+            self.glance.track(seen)
         seen.put("kvp", torch.full_like(seen.new_positions, _UNRANKED, dtype=torch.float32))
         due = seen.lengths % self._EVERY == 0
         if seen.num_new > 1:
@@ -86,11 +106,21 @@ class KVP(LearnedPolicy):
     def _rank(self, seen: Observation, due: Bool[Tensor, " B"]) -> None:
         """Score all slots of the sequences that are due."""
         slots, side = seen.slots, seen.slots.side("kvp")
-        arrays = (slots.keys, slots.values, slots.positions, seen.lengths)
+        received = None
+        if self.glance:
+            assert seen.attention is not None
+            received = torch.stack([self.glance.score(seen), seen.attention.received(last=1)], dim=-1)
+        arrays = (slots.keys, slots.values, slots.positions, seen.lengths, received)
         if bool(due.all()):
             side.copy_(self.trained.score(seen.layer, *arrays))
         else:
-            side[due] = self.trained.score(seen.layer, *(array[due] for array in arrays))
+            of_due = (None if array is None else array[due] for array in arrays)
+            side[due] = self.trained.score(seen.layer, *of_due)
+
+
+def glimpses(window: int) -> tuple[str, str]:
+    """What traces call the attention that agents see with this glance: the policies whose worths it is."""
+    return spell("snapkv", {"window": window, "kernel": 1}, SnapKV), "tova"
 
 
 def agents_file(

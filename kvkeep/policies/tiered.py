@@ -63,10 +63,8 @@ class TieredPolicy(Policy):
         if not self.guard > 0 or self.element_bytes < 0:
             raise ValueError(f"guard must be positive, element_bytes too or 0: {self.guard}, {self.element_bytes}")
         ranking = self._ranked_by()
-        if ranking.tiers is not None or len(ranking.side) > 1:
-            raise ValueError(
-                f"{type(ranking).__name__} cannot rank windows: it has tiers of its own, or more than one number a slot"
-            )
+        if ranking.tiers is not None:
+            raise ValueError(f"{type(ranking).__name__} cannot rank windows: it has tiers of its own")
         for name, value in {
             "ranking": ranking,
             "needs": self.needs | ranking.needs,
