@@ -197,17 +197,17 @@ def _refuse_unanswerable(name: str, policy: Policy, traces: Traces) -> None:
     index, recorded = traces.index, list(traces[0].worths)
     if name == _ORACLE or name in recorded:
         return
-    if len(index.heads) < index.fingerprint["number of KV heads"] and type(policy).check is not Policy.check:
-        raise ValueError(
-            f"policy {name!r} was made for all KV heads, and {traces.folder} holds heads {index.heads} alone"
-        )
-    policy.check(index.fingerprint, index.layers)
     glimpsed = set(_glimpses(policy).values())
     if policy.needs and not (glimpsed and glimpsed <= set(recorded)):
         raise ValueError(
             f"policy {name!r} reads {' and '.join(sorted(policy.needs))}, which traces do not hold, and what it says "
             f"was not recorded (there is {', '.join(recorded) or 'nothing'}); record it: kvkeep trace --policy {name}"
         )
+    if len(index.heads) < index.fingerprint["number of KV heads"] and type(policy).check is not Policy.check:
+        raise ValueError(
+            f"policy {name!r} was made for all KV heads, and {traces.folder} holds heads {index.heads} alone"
+        )
+    policy.check(index.fingerprint, index.layers)
 
 
 def _glimpses(policy: Policy) -> dict[int, str]:
