@@ -50,7 +50,11 @@ def share_out(
 
 
 def route(
-    worth: Float[Tensor, "B H C"], starts: Int[Tensor, "B H C"], has_codes: Bool[Tensor, "B H C"], room: Room
+    worth: Float[Tensor, "B H C"],
+    starts: Int[Tensor, "B H C"],
+    has_codes: Bool[Tensor, "B H C"],
+    room: Room,
+    stays: Bool[Tensor, "B H C"] | None = None,
 ) -> Route:
     """The windows of greatest worth in full precision, the next as codes; equal worths keep the newest.
 
@@ -59,13 +63,18 @@ def route(
 
     Args:
         starts: position at which each window begins, -1 where there is none.
+        stays: windows that stay codes whatever they are worth.
     """
     exists = starts != EMPTY
     order = by_worth(worth, starts, torch.zeros_like(exists))
-    rank = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
-    full = exists & (rank < room.full[:, None, None])
-    wanted = (exists & (has_codes | ~full)).gather(-1, order)
-    within = wanted & (wanted.cumsum(-1) <= room.coded[:, None, None])
-    return Route(full, torch.zeros_like(within).scatter_(-1, order, within))
+    full = _first(exists if stays is None else exists & ~stays, order, room.full)
+    return Route(full, _first(exists & (has_codes | ~full), order, room.coded))
+
+
+def _first(
+    wanted: Bool[Tensor, "B H C"], order: Int[Tensor, "B H C"], room: Int[Tensor, " B"]
+) -> Bool[Tensor, "B H C"]:
+    """Marks as many of the wanted windows as there is room for, in that order."""
+    ranked = wanted.gather(-1, order)
+    within = ranked & (ranked.cumsum(-1) <= room[:, None, None])
+    return torch.zeros_like(within).scatter_(-1, order, within)

@@ -120,10 +120,19 @@ class TieredLayer(KVLayer):
         if bool(due.any()):
             self._fresh = 0
             choice = self._candidates(held, self._score(seen))
-            self._move(held, choice, _of_due(due, held, choice, room), codec, room)
+            new = route(choice.worth, choice.starts, choice.has_codes, room, self._staying(held, choice))
+            self._move(held, choice, _of_due(due, held, choice, new), codec, room)
         # the tail of the row that has the longest one reaches a whole window first
         tail = int((self._tail() - self.plan.budget.recent).amax())
         self._due_from = self.seen + self._tiers.window - tail
+
+    def _staying(self, held: _InSlots, choice: _Candidates) -> Bool[Tensor, "B H C"] | None:
+        """The windows that may not come back into full precision; None where all may."""
+        if self._tiers.promote:
+            return None
+        stays = choice.has_codes.clone()
+        stays[..., : held.starts.shape[2]] = False
+        return stays
 
     def _candidates(self, held: _InSlots, score: Float[Tensor, "B H N"]) -> _Candidates:
         """The windows that compete, with what each is worth."""
@@ -195,13 +204,14 @@ class TieredLayer(KVLayer):
         coded = slots.coded.taken(chosen, ~risen.gather(2, chosen))
         dtype = slots.keys.dtype
         worth = coded.side("worth").repeat_interleave(codec.window, -1)
-        # whatever else the policy notes of a token was not kept, and begins anew
-        ranked, *others = self.plan.policy.side
+        # the first is what ranks; whatever else the policy notes of a token was not kept, and begins anew
+        side = dict.fromkeys(self.plan.policy.side, torch.zeros_like(worth))
+        side |= dict.fromkeys(self.plan.policy.side[:1], worth)
         return Slots(
             codec.keys(coded).flatten(2, 3).to(dtype),
             codec.values(coded).flatten(2, 3).to(dtype),
             codec.positions(coded.positions).flatten(2),
-            {ranked: worth, **dict.fromkeys(others, torch.zeros_like(worth))},
+            side,
         )
 
     def _kept_tokens(self, held: _InSlots, full: Bool[Tensor, "B H F"]) -> Bool[Tensor, "B H N"]:
@@ -339,9 +349,8 @@ class TieredLayer(KVLayer):
 _GUARD_QUERIES = 16
 
 
-def _of_due(due: Bool[Tensor, " B"], held: _InSlots, choice: _Candidates, room: Room) -> Route:
+def _of_due(due: Bool[Tensor, " B"], held: _InSlots, choice: _Candidates, new: Route) -> Route:
     """Where the windows go in sequences that are due; in the others they stay where they are."""
-    new = route(choice.worth, choice.starts, choice.has_codes, room)
     in_slots = torch.zeros_like(choice.has_codes)
     in_slots[..., : held.starts.shape[2]] = held.starts != EMPTY
     rows = due[:, None, None]

@@ -119,12 +119,13 @@ def test_what_is_stored_takes_the_bytes_that_were_planned(tiny):
     bits=st.sampled_from((2, 4, 8)),
     omega=st.sampled_from((1, 4, 8, 11)),
     q=st.sampled_from((0.0, 0.1, 0.5, 0.7, 1.0)),
+    promote=st.booleans(),
     budget=st.sampled_from((45, 64, 100, 300, 0.1, 0.3, 0.8, "50KB", "200KB")),
     batch=st.integers(1, 2),
     sizes=st.lists(st.sampled_from((1, 1, 1, 2, 7, 9, 40, 150)), min_size=1, max_size=8),
 )
-def test_measured_bytes_never_exceed_the_budget(tiny, ranking, heads, bits, omega, q, budget, batch, sizes):
-    options = {"bits": bits, "omega": omega, "q": q}
+def test_measured_bytes_never_exceed_the_budget(tiny, ranking, heads, bits, omega, q, promote, budget, batch, sizes):
+    options = {"bits": bits, "omega": omega, "q": q, "promote": promote}
     policy = QEvict(**options) if ranking == "qevict" else Tiered(of=make_policy(ranking), share_heads=heads, **options)
     story = Story(tiny("llama"), policy, batch, budget=budget, recent=12)
     slot = H * (2 * D * 4 + 4 + 4 * len(policy.side))
@@ -188,13 +189,15 @@ def test_windows_go_where_sorting_puts_them(worth, data, full, coded):
     has = data.draw(st.lists(st.booleans(), min_size=len(worth), max_size=len(worth)))
     starts = [8 * i if there else -1 for i, there in enumerate(exists)]
     ranked = sorted((i for i in range(len(worth)) if exists[i]), key=lambda i: (-worth[i], -starts[i]))
-    want_full = set(ranked[:full])
+    stays = data.draw(st.lists(st.booleans(), min_size=len(worth), max_size=len(worth)))
+    want_full = set([i for i in ranked if not stays[i]][:full])
     want_coded = [i for i in ranked if has[i] or i not in want_full][:coded]
     got = route(
         torch.tensor(worth)[None, None].float(),
         torch.tensor(starts)[None, None],
         torch.tensor(has)[None, None],
         Room(torch.tensor([full]), torch.tensor([coded])),
+        torch.tensor(stays)[None, None],
     )
     assert set(got.full[0, 0].nonzero()[:, 0].tolist()) == want_full
     assert set(got.coded[0, 0].nonzero()[:, 0].tolist()) == set(want_coded)
@@ -219,6 +222,17 @@ def test_a_thousand_moves_change_no_code(tiny, share_heads):
         moves["demoted again"] += len(dormant & story.windows(dormant=False))
         known = now
     assert min(moves.values()) > 200
+
+
+def test_without_promotion_nothing_comes_back_and_codes_are_read_all_the_same(tiny):
+    story = Story(tiny("llama"), Tiered(of=Whims(), q=0.5, omega=2, promote=False), batch=2, budget=60, recent=4)
+    story.read(150)
+    fell = set()
+    for _ in range(100):
+        story.read(2)
+        fell |= story.windows(dormant=False)
+        assert not story.windows(dormant=True)
+    assert len(fell) > 100
 
 
 def test_what_comes_back_is_what_its_codes_say_and_errs_by_half_a_step(tiny):

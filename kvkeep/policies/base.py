@@ -56,6 +56,7 @@ class Tiers(NamedTuple):
     share_heads: bool
     guard: float
     element_bytes: int = 0
+    promote: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ class TieredPolicy(Policy):
             more bits.
         element_bytes: plan as if an element of keys and values took so many bytes (2 for what a model in fp32 would
             hold in bf16), though no more than it takes; 0 for what it takes.
+        promote: whether windows held as codes alone may come back into full precision; they are read either way.
 
     Raises:
         ValueError: for settings out of range.
@@ -49,6 +50,7 @@ class TieredPolicy(Policy):
     share_heads: bool = False
     guard: float = 2.0
     element_bytes: int = 0
+    promote: bool = True
 
     # the policy whose worths are taken
     ranking: ClassVar[Policy]
@@ -78,7 +80,7 @@ class TieredPolicy(Policy):
 
     @property
     def tiers(self) -> Tiers:
-        return Tiers(self.omega, self.bits, self.q, self.share_heads, self.guard, self.element_bytes)
+        return Tiers(self.omega, self.bits, self.q, self.share_heads, self.guard, self.element_bytes, self.promote)
 
     def check(self, fingerprint: Mapping[str, Any], layers: Sequence[int]) -> None:
         self.ranking.check(fingerprint, layers)
