@@ -178,6 +178,19 @@ def test_a_bounded_conversation_is_ranked_after_each_prompt_and_every_16_tokens(
     assert lengths == [70, 80, 96, 119]
 
 
+def test_agents_that_see_no_queries_need_no_attaching(tiny):
+    model = tiny("llama")
+    prompt, argument = tokens(60), kvkeep.cache_argument(model)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    made = {glance: KVP.untrained(fingerprint(model.config), glance=glance) for glance in (0, 8)}
+    caches = [KVCache(model, policy=made[0], budget=40) for _ in range(2)]
+    alone = model.generate(prompt, **{argument: caches[0]}, **options)
+    assert torch.equal(alone, kvkeep.generate(model, prompt, cache=caches[1], **options))
+    assert not made[0].needs and made[0].side == ("kvp",) and made[8].side == ("kvp", "snapkv")
+    with pytest.raises(RuntimeError, match=r"kvkeep\.attach\(model\)"):
+        model.generate(prompt, **{argument: KVCache(model, policy=made[8], budget=40)}, **options)
+
+
 def test_rows_of_a_batch_are_ranked_at_lengths_of_their_own(tiny, monkeypatch):
     model, seen_lengths = tiny("llama"), []
     score = Ranking.score
