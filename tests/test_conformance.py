@@ -19,8 +19,6 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3")
 NAMES = tuple(POLICIES)
 # the oracle is only defined where a future is supplied
 CAUSAL = tuple(name for name, policy in POLICIES.items() if "future" not in policy.needs)
-# kvp's agents see queries unless they are trained without, see test_kvp.py
-KEY_VALUE = [name for name in CAUSAL if "queries" not in POLICIES[name].needs and name != "kvp"]
 # tiers are laid out anew once in a window of tokens
 TIERED = tuple(name for name, policy in POLICIES.items() if issubclass(policy, TieredPolicy))
 BUDGETS = (40, 0.25, "60KB")
@@ -397,7 +395,7 @@ def test_an_attached_model_without_our_cache_is_the_stock_model(tiny, family):
         assert torch.equal(model(batch).logits, model(batch, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("name", KEY_VALUE)
+@pytest.mark.parametrize("name", [n for n in CAUSAL if "queries" not in POLICIES[n].needs])
 def test_key_value_policies_work_without_attaching(tiny, name):
     model, prompt = tiny("llama"), tokens(90)
     argument = kvkeep.cache_argument(model)
@@ -420,7 +418,7 @@ def test_policies_that_read_queries_say_how_to_attach(tiny, name):
         model.generate(tokens(50), max_new_tokens=2, **{kvkeep.cache_argument(model): cache})
 
 
-@pytest.mark.parametrize("name", KEY_VALUE)
+@pytest.mark.parametrize("name", [n for n in CAUSAL if "queries" not in POLICIES[n].needs])
 def test_a_batch_without_padding_needs_no_attaching(tiny, name):
     model, prompts = tiny("llama"), tokens(60, batch=3)
     options = {"max_new_tokens": 8, "do_sample": False}

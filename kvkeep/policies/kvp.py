@@ -61,7 +61,8 @@ class KVP(LearnedPolicy):
     """
 
     method: ClassVar[str] = "kvp"
-    side: ClassVar[tuple[str, ...]] = ("kvp",)
+    needs: ClassVar[frozenset[str]] = SnapKV.needs
+    side: ClassVar[tuple[str, ...]] = ("kvp", *SnapKV.side)
     # what deeper layers read depends on what earlier chunks kept
     chunk_free: ClassVar[bool] = False
 
@@ -73,10 +74,11 @@ class KVP(LearnedPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         glance = self.trained.file.architecture.get("glance", 0)
-        object.__setattr__(self, "glance", SnapKV(window=glance, kernel=1) if glance else None)
-        if self.glance:
-            object.__setattr__(self, "needs", self.glance.needs)
-            object.__setattr__(self, "side", (*self.side, *self.glance.side))
+        if glance:
+            object.__setattr__(self, "glance", SnapKV(window=glance, kernel=1))
+        else:
+            object.__setattr__(self, "needs", frozenset())
+            object.__setattr__(self, "side", self.side[:1])
 
     @classmethod
     def network_of(cls, file: PolicyFile) -> Ranking:
