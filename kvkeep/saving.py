@@ -65,13 +65,16 @@ def read(path: Path, kind: str, version: int) -> tuple[dict[str, Any], dict[str,
         raise ValueError(
             f"{path} is no saved kvkeep {kind}, but {header.get('kvkeep') or 'some other safetensors file'}"
         )
-    if int(header["version"]) > version:
-        raise ValueError(
-            f"{path} has format version {header['version']} and this kvkeep reads up to {version}; upgrade kvkeep"
-        )
+    refuse_newer(path, header["version"], version)
     if header.get("digest") != _digest(header["state"], tensors):
         raise ValueError(f"{path} was changed after it was written: its checksum does not match; save the {kind} again")
     return json.loads(header["state"]), tensors
+
+
+def refuse_newer(what: Path | str, version: int | str, known: int) -> None:
+    """ValueError for a format that is newer than the known one."""
+    if int(version) > known:
+        raise ValueError(f"{what} has format version {version} and this kvkeep reads up to {known}; upgrade kvkeep")
 
 
 def digest(state: dict[str, Any], tensors: dict[str, Tensor]) -> str:

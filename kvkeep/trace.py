@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from .fingerprint import fingerprint, refuse_other_model
-from .saving import whole_file
+from .saving import refuse_newer, whole_file
 
 FORMAT = 1
 AGGREGATIONS = ("max", "mean")
@@ -269,10 +269,7 @@ def _state(file: Any, path: Path) -> dict[str, Any]:
     header = file.metadata() or {}
     if header.get("kvkeep") != "trace":
         raise ValueError(f"{path} is no trace, but {header.get('kvkeep') or 'some other safetensors file'}")
-    if int(header["version"]) > FORMAT:
-        raise ValueError(
-            f"{path} has format version {header['version']} and this kvkeep reads up to {FORMAT}; upgrade kvkeep"
-        )
+    refuse_newer(path, header["version"], FORMAT)
     return json.loads(header["state"])
 
 
