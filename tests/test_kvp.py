@@ -152,7 +152,11 @@ def test_calibrated_inputs_are_centred_and_scaled():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"architecture": "large"}, "compact, paper"), ({"hidden": 0}, "hidden of the agents must be at least 1")],
+    [
+        ({"architecture": "large"}, "compact, paper"),
+        ({"hidden": 0}, "hidden of the agents must be at least 1"),
+        ({"glance": -1}, "got -1"),
+    ],
 )
 def test_shapes_that_cannot_be_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
@@ -396,10 +400,12 @@ def test_weights_come_from_the_hub_and_go_there(tiny, tmp_path, monkeypatch):
 # what ships
 
 
-def test_the_shipped_weights_are_small_and_say_how_they_came_about():
-    policy = KVP()
-    folder = Path(kvkeep.__file__).parent / "weights/kvp/smollm2"
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= 8_000_000
+@pytest.mark.parametrize(("name", "reads"), [("smollm2", {"queries"}), ("smollm2-no-queries", set())])
+def test_the_shipped_weights_are_small_and_say_how_they_came_about(name, reads):
+    policy = KVP.from_pretrained(name)
+    assert policy.needs == reads
+    folder = Path(kvkeep.__file__).parent / "weights/kvp" / name
+    assert sum(file.stat().st_size for file in folder.parent.rglob("*.*")) <= 8_000_000
     assert {file.name for file in folder.iterdir()} == {"policy.json", "policy.safetensors"}
     assert policy.file.layers == list(range(30)) and policy.file.training
     # a command, but no place of one machine
@@ -407,11 +413,12 @@ def test_the_shipped_weights_are_small_and_say_how_they_came_about():
     assert math.prod(policy.file.tensors["last"].shape) == 90 * policy.file.architecture["hidden"]
 
 
-def test_the_embedded_model_answers_with_the_shipped_weights(embedded):
+@pytest.mark.parametrize("name", ["smollm2", "smollm2-no-queries"])
+def test_the_embedded_model_answers_with_the_shipped_weights(embedded, name):
     model, tokenizer = embedded
     text = "The lighthouse keeper counts ships and writes their names into a long book. " * 8
     prompt = tokenizer(text, return_tensors="pt").input_ids
-    cache = KVCache(model, policy="kvp", budget=64)
+    cache = KVCache(model, policy=KVP.from_pretrained(name), budget=64)
     kvkeep.generate(model, prompt, cache=cache, max_new_tokens=4, do_sample=False)
     assert cache.report().kept == 64
     held = [layer.slots.positions.sort(-1).values for layer in cache.managed]

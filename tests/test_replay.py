@@ -208,7 +208,7 @@ def test_policies_that_traces_cannot_answer_for_are_refused(tmp_path, real, embe
         Replay(policies=["h2o"]).run(real)
     with pytest.raises(ValueError, match="'kvp' reads queries"):
         Replay(policies=["kvp"]).run(traces)
-    read = dict.fromkeys(glimpses(GLANCE), traces[0].importance())
+    read = {name: traces[0].importance().clone() for name in glimpses(GLANCE)}
     other = saved(tmp_path / "other", made("a", uniform(40), worths=read))
     with pytest.raises(ValueError, match="was made with a model whose"):
         Replay(policies=["kvp"]).run(other)

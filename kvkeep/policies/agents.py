@@ -49,7 +49,7 @@ class AgentShape:
             newest in the mean; 0 sees neither.
 
     Raises:
-        ValueError: for an unknown architecture or a size below 1.
+        ValueError: for an unknown architecture, a size below 1 or a glance below 0.
     """
 
     num_agents: int
@@ -69,6 +69,8 @@ class AgentShape:
         for name, size in asdict(self).items():
             if name not in ("architecture", "recent", "turned", "sight", "glance") and size < 1:
                 raise ValueError(f"{name} of the agents must be at least 1, got {size}")
+        if self.glance < 0:
+            raise ValueError(f"agents glance at the newest queries, or at 0 of them, got {self.glance}")
 
 
 class Agents(nn.Module, ABC):

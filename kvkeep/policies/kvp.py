@@ -52,7 +52,7 @@ class KVP(LearnedPolicy):
     chance before a token leaves the recent window; a token that came since is worth more than any ranked one.
 
     Args:
-        weights: weights shipped with kvkeep ("smollm2"), a folder, or a hub id.
+        weights: weights shipped with kvkeep ("smollm2", or "smollm2-no-queries"), a folder, or a hub id.
         digest: checksum that the weights must have, if given.
         trained: agents at hand, in place of stored ones.
 
