@@ -17,7 +17,7 @@ from .frequencies import rotation_frequencies
 from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
 from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile
-from .policies.kvp import GLANCE, agents_file, glimpses
+from .policies.kvp import GLANCE, agents_file, glimpses_of
 from .team import Team
 from .trace import AGGREGATIONS, Trace, TraceIndex
 from .train import Learner, Progress, Recipe, train
@@ -116,7 +116,6 @@ class KVPLearner(Learner):
         frequencies = rotation_frequencies(index.fingerprint) if turn_back else torch.empty(0)
         self.index, self.settings, self.device = index, settings, torch.device(device)
         self.names = agent_names(index)
-        self._glimpses = glimpses(glance) if glance else ()
         shape = AgentShape(
             num_agents=len(self.names),
             key_size=first.keys.shape[-1],
@@ -147,8 +146,10 @@ class KVPLearner(Learner):
         importance = trace.importance(settings.group, settings.futures)
         positions = torch.arange(n, dtype=torch.int32).expand(len(self.names), -1)[:, ranked].to(self.device)
         length = torch.tensor(n, device=self.device)
-        glimpsed = [agents(_glimpsed(trace, name)) for name in self._glimpses]
-        received = torch.stack(glimpsed, dim=-1) if glimpsed else None
+        received, glance = None, self.network.shape.glance
+        if glance:
+            names = glimpses_of(glance)
+            received = torch.stack([agents(_glimpsed(trace, names[last])) for last in (glance, 1)], dim=-1)
         return Example(agents(trace.keys), agents(trace.values), positions, length, received, agents(importance))
 
     def loss(self, network: nn.Module, trace: Trace, generator: torch.Generator) -> Float[Tensor, " A"]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .corpus import Harvest, Reading, harvest
 from .evaluate.run import end_tokens, weights_digest
 from .fingerprint import fingerprint, head_size, refuse_other_model
-from .policies.kvp import GLANCE, glimpses
+from .policies.kvp import GLANCE, glimpses_of
 from .recorder import Item, Recorder
 from .trace import (
     Trace,
@@ -89,7 +89,7 @@ class Tracing:
             layers=layers,
             heads=heads,
             # what kvp's agents see of queries
-            policies=[*glimpses(GLANCE), *policies],
+            policies=[*glimpses_of(GLANCE).values(), *policies],
             temperature=temperature if reading.sampled else 0.0,
             seed=reading.seed,
             ends=end_tokens(model, reading.tokenizer),

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from kvkeep.frequencies import rotation_frequencies
-from kvkeep.policies.kvp import GLANCE, glimpses
+from kvkeep.policies.kvp import GLANCE, glimpses_of
 from kvkeep.rotation import rotary_of, rotate
 from kvkeep.trace import Trace, TraceIndex, add_prompts, write_index, write_trace
 
@@ -58,7 +58,9 @@ def planted(
         importance_max=read[None].clone() if by_reading else worth[None],
         importance_mean=worth[None] / 2,
         # attention of the newest 32 queries, and of the last, which says nothing
-        worths=dict(zip(glimpses(GLANCE), (read, torch.rand(read.shape, generator=generator)), strict=True)),
+        worths=dict(
+            zip(glimpses_of(GLANCE).values(), (read, torch.rand(read.shape, generator=generator)), strict=True)
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import app
 from kvkeep.corpus import Reading
-from kvkeep.policies.kvp import GLANCE, glimpses
+from kvkeep.policies.kvp import GLANCE, glimpses_of
 from kvkeep.trace import Trace, Traces, read_index, trace_bytes, trace_path
 from kvkeep.tracing import Share, Tracing
 
@@ -70,18 +70,14 @@ def test_every_prompt_becomes_a_trace_and_the_index_says_what_they_share(tracing
     assert [done for done, _, _ in steps] == list(range(7)) and {total for _, total, _ in steps} == {6}
     traces = Traces(tmp_path)
     assert [trace.key for trace in traces] == [item.key for item in started.items]
-    assert all(set(trace.worths) == {*glimpses(GLANCE), "keydiff"} and trace.future_lengths == [5] for trace in traces)
+    assert all(
+        set(trace.worths) == {*glimpses_of(GLANCE).values(), "keydiff"} and trace.future_lengths == [5]
+        for trace in traces
+    )
     index = traces.index
     assert (index.model, index.layers, index.heads, index.group) == ("tiny", [0, 1, 2], [0, 1], 2)
-    assert (
-        index.dtype == "float32"
-        and index.made_by == {"commit": "abc"}
-        and index.settings["policies"]
-        == [
-            *glimpses(GLANCE),
-            "keydiff",
-        ]
-    )
+    assert index.dtype == "float32" and index.made_by == {"commit": "abc"}
+    assert index.settings["policies"] == [*glimpses_of(GLANCE).values(), "keydiff"]
     traces.refuse_other_model(tiny("llama").config)
 
 
@@ -101,7 +97,10 @@ def test_the_estimate_is_the_size_of_what_is_written(tracing, tmp_path, options)
     )
     written = sum(file.stat().st_size for file in files)
     # tensors to the byte; the header is smaller than what is set aside for it
-    more = {"policies": len({*glimpses(GLANCE), *options.get("policies", [])}), "later": 2 if "delay" in options else 0}
+    more = {
+        "policies": len({*glimpses_of(GLANCE).values(), *options.get("policies", [])}),
+        "later": 2 if "delay" in options else 0,
+    }
     header = trace_bytes(0, layers=0, heads=0, head_size=0, futures=0, longest=0, **more)
     assert needed - tensors == header * len(files)
     assert tensors < written <= needed < written + 1500 * len(files)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ..attention import AttentionMass
 from ..budget import Budget
-from ..policies import KVP, POLICIES, Observation, Policy, make_policy, spelled
-from ..policies.kvp import glimpses
+from ..policies import POLICIES, Observation, Policy, make_policy, spelled
 from ..selection import protected, survivors
 from ..slots import Slots
 from ..target import target
@@ -197,7 +196,7 @@ def _refuse_unanswerable(name: str, policy: Policy, traces: Traces) -> None:
     index, recorded = traces.index, list(traces[0].worths)
     if name == _ORACLE or name in recorded:
         return
-    glimpsed = set(_glimpses(policy).values())
+    glimpsed = set(policy.glimpses.values())
     if policy.needs and not (glimpsed and glimpsed <= set(recorded)):
         raise ValueError(
             f"policy {name!r} reads {' and '.join(sorted(policy.needs))}, which traces do not hold, and what it says "
@@ -208,13 +207,6 @@ def _refuse_unanswerable(name: str, policy: Policy, traces: Traces) -> None:
             f"policy {name!r} was made for all KV heads, and {traces.folder} holds heads {index.heads} alone"
         )
     policy.check(index.fingerprint, index.layers)
-
-
-def _glimpses(policy: Policy) -> dict[int, str]:
-    """What traces call all that a policy sees of so many newest queries; nothing where it sees none, or more."""
-    if not isinstance(policy, KVP) or not policy.glance:
-        return {}
-    return dict(zip((policy.glance.window, 1), glimpses(policy.glance.window), strict=True))
 
 
 class _RecordedMass(AttentionMass):
@@ -232,7 +224,7 @@ def _worth(policy: Policy, trace: Trace, index: TraceIndex) -> Float[Tensor, "L 
     """What the policy says right after the prompt, layer by layer as in a cache."""
     H, n = trace.keys.shape[1:3]
     positions = torch.arange(n, dtype=torch.int32).expand(1, H, n)
-    glimpsed = {last: last * trace.worths[name][:, None] for last, name in _glimpses(policy).items()}
+    glimpsed = {last: last * trace.worths[name][:, None] for last, name in policy.glimpses.items()}
     worths = []
     for place, (layer, keys, values) in enumerate(zip(index.layers, trace.keys, trace.values, strict=True)):
         side = {name: torch.zeros(1, H, n) for name in policy.side}

@@ -147,6 +147,14 @@ class Policy(ABC):
         """How it wants tokens held as codes before they go. Default: not at all."""
         return None
 
+    @property
+    def glimpses(self) -> Mapping[int, str]:
+        """All it sees of queries, if that is mean attention from so many newest ones: the policies whose worth each is.
+
+        Traces hold such worths, so that no model need run to ask it. Default: none, for it sees no queries, or more.
+        """
+        return {}
+
     def settings(self) -> dict[str, Any]:
         """What makes this policy again, as plain JSON: `type(policy)(**policy.settings())`."""
         return asdict(self)

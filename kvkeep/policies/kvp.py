@@ -73,7 +73,7 @@ class KVP(LearnedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        glance = self.trained.file.architecture.get("glance", 0)
+        glance = AgentShape(**self.trained.file.architecture).glance
         if glance:
             object.__setattr__(self, "glance", SnapKV(window=glance, kernel=1))
         else:
@@ -90,6 +90,10 @@ class KVP(LearnedPolicy):
     ) -> PolicyFile:
         shape = AgentShape(**{"hidden": 16, "glance": GLANCE, **sizes_for(fingerprint, layers), **options})
         return agents_file(make_agents(shape, seed), fingerprint, layers, {"note": "not trained"})
+
+    @property
+    def glimpses(self) -> Mapping[int, str]:
+        return glimpses_of(self.glance.window) if self.glance else {}
 
     def track(self, seen: Observation) -> None:
         if self.glance:
@@ -120,9 +124,9 @@ class KVP(LearnedPolicy):
             side[due] = self.trained.score(seen.layer, *of_due)
 
 
-def glimpses(window: int) -> tuple[str, str]:
-    """What traces call the attention that agents see with this glance: the policies whose worths it is."""
-    return spell("snapkv", {"window": window, "kernel": 1}, SnapKV), "tova"
+def glimpses_of(glance: int) -> dict[int, str]:
+    """What agents see of queries by this glance, as `Policy.glimpses`."""
+    return {glance: spell("snapkv", {"window": glance, "kernel": 1}, SnapKV), 1: "tova"}
 
 
 def agents_file(
