@@ -49,6 +49,20 @@ def share_out(
     return Room(full, torch.div(free - full * full_bytes, coded_bytes, rounding_mode="floor"))
 
 
+def side_by_side(
+    room: Room, num_windows: Int[Tensor, " B"], free: Int[Tensor, " B"], *, full_bytes: int, coded_bytes: int
+) -> Room:
+    """`room`, where sequences lie in one array of each tier, as wide as the widest of them.
+
+    A short sequence that could stay in full precision as a whole may then have to hold codes beside a long one.
+    """
+    some_coded = room.full < num_windows
+    widest = torch.where(some_coded, torch.minimum(room.coded, num_windows), 0).amax()
+    most = torch.div(free.amax() - widest * coded_bytes, full_bytes, rounding_mode="floor").clamp(min=0)
+    wide = room.full > most
+    return Room(room.full.clamp(max=most), torch.where(wide, widest, room.coded))
+
+
 def route(
     worth: Float[Tensor, "B H C"],
     starts: Int[Tensor, "B H C"],

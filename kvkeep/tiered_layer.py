@@ -14,16 +14,22 @@ from torch import Tensor
 from .attention import CodedAttention, Part, read_coded
 from .layer import KVLayer, Show, show
 from .policies import Observation, Tiers
-from .routing import Room, Route, route, share_out
+from .routing import Room, Route, route, share_out, side_by_side
+from .selection import by_worth, protected
 from .slots import EMPTY, Slots
 from .windows import Codec, TieredSlots, guarded_codec, key_bits
 
 
 class _InSlots(NamedTuple):
-    """Windows whose tokens lie in slots: the slot of each token, and the position of each window's first, or -1."""
+    """Windows whose tokens lie in slots: the slot and the position of each token, -1 in windows that are none."""
 
     slot: Int[Tensor, "B H F w"]
-    starts: Int[Tensor, "B H F"]
+    positions: Int[Tensor, "B H F w"]
+
+    @property
+    def starts(self) -> Int[Tensor, "B H F"]:
+        """Position of each window's first token."""
+        return self.positions.amin(-1)
 
 
 class _Candidates(NamedTuple):
@@ -41,8 +47,8 @@ class _Candidates(NamedTuple):
 class TieredLayer(KVLayer):
     """Slots for sinks, the best windows and the recent tokens; codes for the next best windows.
 
-    Windows are `w` neighbouring tokens, counted from behind the sinks. They compete anew whenever slots hold a window
-    more than they may, which is once in w tokens.
+    Windows are `w` neighbouring tokens, counted from behind the sinks, or without `Tiers.neighbours` any `w` tokens of
+    like worth. They compete anew whenever slots hold a window more than they may, which is once in w tokens.
     """
 
     storage = TieredSlots
@@ -95,8 +101,8 @@ class TieredLayer(KVLayer):
         coded = self._tiered.readable if held else None
         if coded is None:
             return held
-        starts = coded.positions.masked_fill(coded.side("dormant"), EMPTY)
-        return {**held, "quantized": self._known_codec.positions(starts).flatten(2)}
+        positions = self._known_codec.positions(coded).masked_fill(coded.side("dormant")[..., None], EMPTY)
+        return {**held, "quantized": positions.flatten(2)}
 
     @property
     def num_coded(self) -> float:
@@ -108,23 +114,28 @@ class TieredLayer(KVLayer):
     def _evict_surplus(self, seen: Observation) -> None:
         if self.seen < self._due_from:
             return
-        held = self._windows_in_slots()
-        if held is None:
+        count = self._num_in_slots()
+        if int(count.amax()) == 0:
             return
-        codec = self._codec_for(held, seen)
-        room = self._room_for_windows(codec)
-        due = (held.starts != EMPTY).sum(-1).amax(1) > room.full
-        if self._tiered.coded is not None:
-            # a growing budget may have turned room for codes into room for slots
-            due = due | (self._tiered.coded.occupied.sum(-1).amax(1) > room.coded)
-        if bool(due.any()):
+        if bool(self._due(count, self._room_for_windows(self._codec_now)).any()):
             self._fresh = 0
-            choice = self._candidates(held, self._score(seen))
+            score = self._score(seen)
+            held = self._windows_in_slots(score)
+            codec = self._codec_for(held, seen)
+            room = self._room_for_windows(codec)
+            choice = self._candidates(held, score)
             new = route(choice.worth, choice.starts, choice.has_codes, room, self._staying(held, choice))
-            self._move(held, choice, _of_due(due, held, choice, new), codec, room)
-        # the tail of the row that has the longest one reaches a whole window first
-        tail = int((self._tail() - self.plan.budget.recent).amax())
-        self._due_from = self.seen + self._tiers.window - tail
+            self._move(held, choice, _of_due(self._due(count, room), held, choice, new), codec, room)
+        # the row in which most tokens wait for the others of their window has a whole one first
+        self._due_from = self.seen + self._tiers.window - int(self._num_waiting().amax())
+
+    def _due(self, count: Int[Tensor, " B"], room: Room) -> Bool[Tensor, " B"]:
+        """Which sequences hold more windows, `count` of them in slots, than there is room for."""
+        due = count > room.full
+        if self._tiered.coded is None:
+            return due
+        # a growing budget may have turned room for codes into room for slots
+        return due | (self._tiered.coded.occupied.sum(-1).amax(1) > room.coded)
 
     def _staying(self, held: _InSlots, choice: _Candidates) -> Bool[Tensor, "B H C"] | None:
         """The windows that may not come back into full precision; None where all may."""
@@ -155,7 +166,7 @@ class TieredLayer(KVLayer):
             worth = torch.cat([worth, coded.side("worth")], -1)
             has_codes = torch.cat([has_codes, ~dormant], -1)
         if self._tiers.share_heads:
-            worth = (worth / worth.shape[1]).sum(1, keepdim=True).expand_as(worth)
+            worth = _over_heads(worth)
         return _Candidates(worth, starts, has_codes, place)
 
     def _move(self, held: _InSlots, choice: _Candidates, route: Route, codec: Codec, room: Room) -> None:
@@ -190,9 +201,10 @@ class TieredLayer(KVLayer):
         if chosen is None:
             return None
         index = held.slot.gather(2, chosen[..., None].expand(*chosen.shape, held.slot.shape[-1]))
-        starts = held.starts.gather(2, chosen).masked_fill(~fresh.gather(2, chosen), EMPTY)
+        others = ~fresh.gather(2, chosen)[..., None]
+        positions = held.positions.gather(2, chosen[..., None].expand_as(index)).masked_fill(others, EMPTY)
         keys, values = self._slots.tokens(index)
-        return codec.encode(keys, values, starts, worth.gather(2, chosen))
+        return codec.encode(keys, values, positions, worth.gather(2, chosen))
 
     def _decoded(self, risen: Bool[Tensor, "B H W"], codec: Codec) -> Slots | None:
         """Tokens in full precision of windows that were held as codes alone."""
@@ -210,20 +222,13 @@ class TieredLayer(KVLayer):
         return Slots(
             codec.keys(coded).flatten(2, 3).to(dtype),
             codec.values(coded).flatten(2, 3).to(dtype),
-            codec.positions(coded.positions).flatten(2),
+            codec.positions(coded).flatten(2),
             side,
         )
 
     def _kept_tokens(self, held: _InSlots, full: Bool[Tensor, "B H F"]) -> Bool[Tensor, "B H N"]:
-        """Marks slots of sinks, recent tokens, and windows in full precision."""
-        positions = self._slots.positions
-        tail = (self._lengths - self._tail())[:, None, None]
-        kept = (positions != EMPTY) & ((positions < self.plan.budget.sinks) | (positions >= tail))
-        # what is no window writes behind the end
-        whole = (held.starts != EMPTY)[..., None].expand_as(held.slot)
-        index = torch.where(whole, held.slot, positions.shape[-1]).flatten(2)
-        marked = torch.cat([kept, kept[..., :1]], -1)
-        return marked.scatter(2, index, full[..., None].expand_as(held.slot).flatten(2))[..., :-1]
+        """Marks slots of windows in full precision, and of all that is in no window."""
+        return _marks(self._slots.occupied, held, full[..., None].expand_as(held.slot))
 
     # how much
 
@@ -249,9 +254,20 @@ class TieredLayer(KVLayer):
         behind = (self._lengths - budget.sinks - budget.recent).clamp(min=0)
         return torch.div(behind, self._tiers.window, rounding_mode="floor")
 
-    def _tail(self) -> Int[Tensor, " B"]:
-        """Tokens behind the last such window: recent ones, and those that wait for the others of their window."""
-        return (self._lengths - self.plan.budget.sinks - self._num_windows() * self._tiers.window).clamp(min=0)
+    def _num_waiting(self) -> Int[Tensor, " B"]:
+        """Tokens that are not recent and too few for one more window."""
+        budget = self.plan.budget
+        return (self._lengths - budget.sinks - budget.recent).clamp(min=0) % self._tiers.window
+
+    def _num_in_slots(self) -> Int[Tensor, " B"]:
+        """Windows in slots, of the head that has most."""
+        return torch.div(self._unprotected.sum(-1).amax(1), self._tiers.window, rounding_mode="floor")
+
+    @property
+    def _unprotected(self) -> Bool[Tensor, "B H N"]:
+        """Marks slots of tokens that are neither sinks nor recent."""
+        budget, slots = self.plan.budget, self._slots
+        return slots.occupied & ~protected(slots.positions, self._lengths, sinks=budget.sinks, recent=budget.recent)
 
     def _room_for_windows(self, codec: Codec) -> Room:
         """What the budget's bytes hold: as many as its slots would take without tiers."""
@@ -265,13 +281,12 @@ class TieredLayer(KVLayer):
         if budget.bytes is not None:
             # sequences share the bytes, so they divide them in the same way
             windows = windows.amax().expand_as(windows)
-        return share_out(
-            windows,
-            free,
-            full_bytes=codec.window * slot_bytes,
-            coded_bytes=self._slots.positions.shape[1] * codec.slot_bytes,
-            quantized=self._tiers.quantized,
-        )
+        sizes = {
+            "full_bytes": codec.window * slot_bytes,
+            "coded_bytes": self._slots.positions.shape[1] * codec.slot_bytes,
+        }
+        room = share_out(windows, free, quantized=self._tiers.quantized, **sizes)
+        return side_by_side(room, windows, free, **sizes)
 
     @property
     def _slot_bytes(self) -> int:
@@ -293,8 +308,7 @@ class TieredLayer(KVLayer):
             return super()._room(num_new)
         if self.slots is None or self.slots.length + num_new <= self.slots.capacity:
             return 0
-        codec = self._plain_codec if self._tiered.coded is None else self._known_codec
-        return self._room_behind(self._room_for_windows(codec), self._slots.length + num_new)
+        return self._room_behind(self._room_for_windows(self._codec_now), self._slots.length + num_new)
 
     def _over_budget(self, by: int = 1) -> Bool[Tensor, "B 1"]:
         room = self._room_for_windows(self._plain_codec)
@@ -304,8 +318,20 @@ class TieredLayer(KVLayer):
     def _plain_codec(self) -> Codec:
         slots, tiers = self._slots, self._tiers
         assert self.plan.table is not None
-        sizes = (slots.keys.shape[-1], slots.values.shape[-1])
-        return Codec(self.plan.table, tiers.window, tiers.bits, tiers.bits, *sizes, shared=tiers.share_heads)
+        return Codec(
+            self.plan.table,
+            tiers.window,
+            tiers.bits,
+            tiers.bits,
+            slots.keys.shape[-1],
+            slots.values.shape[-1],
+            shared=tiers.share_heads,
+            scattered=not tiers.neighbours,
+        )
+
+    @property
+    def _codec_now(self) -> Codec:
+        return self._plain_codec if self._tiered.coded is None else self._known_codec
 
     @property
     def _known_codec(self) -> Codec:
@@ -323,26 +349,52 @@ class TieredLayer(KVLayer):
             return self._known_codec
         self._codec = None
         plain = self._plain_codec
-        if seen.queries is None or seen.scale is None or not bool(self._over_budget().any()):
+        if seen.queries is None or seen.scale is None:
             return plain
         keys, _ = self._slots.tokens(held.slot)
         queries = seen.queries[:, :, -_GUARD_QUERIES:]
-        return guarded_codec(plain, keys, held.starts, queries, seen.scale, self._tiers.guard)
+        return guarded_codec(plain, keys, held.positions, queries, seen.scale, self._tiers.guard)
 
-    def _windows_in_slots(self) -> _InSlots | None:
-        """The windows in slots, oldest first; None where there is none."""
+    def _windows_in_slots(self, score: Float[Tensor, "B H N"]) -> _InSlots:
+        """The windows in slots: neighbours, or those that came back and the other tokens from the worthiest on."""
+        if self._tiers.neighbours:
+            return self._neighbours()
+        back = self._back_in_slots()
+        loose = self._unprotected
+        if back is not None:
+            loose = _marks(loose, back, torch.zeros_like(back.slot, dtype=torch.bool))
+        if self._tiers.share_heads:
+            score = _over_heads(score)
+        apart = self._slots.positions.masked_fill(~loose, EMPTY)
+        found = _in_windows(
+            by_worth(score, apart, torch.zeros_like(loose)), apart, self._num_waiting(), self._tiers.window
+        )
+        return found if back is None else _InSlots(*(torch.cat(pair, 2) for pair in zip(back, found, strict=True)))
+
+    def _neighbours(self) -> _InSlots:
+        """Windows of the grid, oldest first."""
         positions, size, sinks = self._slots.positions, self._tiers.window, self.plan.budget.sinks
-        length, tail = positions.shape[-1], self._tail()
+        length, tail = positions.shape[-1], (self._lengths - sinks - self._num_windows() * size).clamp(min=0)
         most = (length - int(tail.amin())) // size
-        if most <= 0:
-            return None
         # in order of position, what is empty first and the tail last
         order = positions.argsort(dim=-1, stable=True)
         place = (length - tail)[:, None] + torch.arange(-most * size, 0, device=tail.device)
         index = order.gather(2, place.clamp(min=0)[:, None].expand(-1, positions.shape[1], -1))
         at = positions.gather(2, index).masked_fill((place < 0)[:, None], EMPTY).unflatten(2, (most, size))
-        starts = at[..., 0].masked_fill(at[..., 0] < sinks, EMPTY)
-        return _InSlots(index.unflatten(2, (most, size)), starts)
+        return _InSlots(index.unflatten(2, (most, size)), at.masked_fill(at[..., :1] < sinks, EMPTY))
+
+    def _back_in_slots(self) -> _InSlots | None:
+        """The windows that came back from codes; None where there is none."""
+        coded = self._tiered.coded
+        chosen = None if coded is None else _marked(coded.side("dormant"))
+        if coded is None or chosen is None:
+            return None
+        each = chosen[..., None].expand(*chosen.shape, self._tiers.window)
+        gone = ~coded.side("dormant").gather(2, chosen)[..., None]
+        at = self._known_codec.positions(coded).gather(2, each).masked_fill(gone, EMPTY)
+        order = self._slots.positions.argsort(dim=-1, stable=True)
+        found, _ = _find(self._slots.positions.gather(2, order), at.flatten(2))
+        return _InSlots(order.gather(2, found).view_as(at), at)
 
 
 # newest queries by which the error of coded keys is judged
@@ -356,6 +408,30 @@ def _of_due(due: Bool[Tensor, " B"], held: _InSlots, choice: _Candidates, new: R
     rows = due[:, None, None]
     coded = choice.has_codes & (choice.starts != EMPTY)
     return Route(torch.where(rows, new.full, in_slots), torch.where(rows, new.coded, coded))
+
+
+def _over_heads(score: Float[Tensor, "B H N"]) -> Float[Tensor, "B H N"]:
+    """The mean over heads, in each."""
+    return (score / score.shape[1]).sum(1, keepdim=True).expand_as(score)
+
+
+def _marks(marked: Bool[Tensor, "B H N"], held: _InSlots, anew: Bool[Tensor, "B H F w"]) -> Bool[Tensor, "B H N"]:
+    """`marked`, with other marks on the slots of windows."""
+    # what is no window writes behind the end
+    index = torch.where(held.positions == EMPTY, marked.shape[-1], held.slot)
+    return torch.cat([marked, marked[..., :1]], -1).scatter(2, index.flatten(2), anew.flatten(2))[..., :-1]
+
+
+def _in_windows(
+    order: Int[Tensor, "B H N"], positions: Int[Tensor, "B H N"], first: Int[Tensor, " B"], size: int
+) -> _InSlots:
+    """Windows of `size` slots in an order that puts the empty ones last, behind the `first` ones of each sequence."""
+    number = (positions != EMPTY).sum(-1)
+    most = int(torch.div(number - first[:, None], size, rounding_mode="floor").amax().clamp(min=0))
+    place = (first[:, None] + torch.arange(most * size, device=first.device))[:, None]
+    index = order.gather(2, place.clamp(max=order.shape[-1] - 1).expand(*order.shape[:2], -1))
+    at = positions.gather(2, index).masked_fill(place >= number[..., None], EMPTY)
+    return _InSlots(index.unflatten(2, (most, size)), at.unflatten(2, (most, size)))
 
 
 def _find(sorted_positions: Tensor, wanted: Tensor) -> tuple[Int[Tensor, "B H F"], Bool[Tensor, "B H F"]]:

@@ -1,10 +1,11 @@
-"""Windows of neighbouring tokens as low-bit codes, and slots that hold some of their tokens that way.
+"""Windows of tokens as low-bit codes, and slots that hold some of their tokens that way.
 
 B sequences, H KV heads, N slots, W windows of w tokens each, D head size.
 
 A window is one slot of a `Slots` whose keys and values are codes, `[B, H, W, w, P]` with P packed bytes a token, and
-whose position is that of its first token. Beside it lie its scales, its `worth`, and whether it is `dormant`: held in
-full precision too, and read there. Codes are made once; whatever moves afterwards, they are copied bit for bit.
+whose position is that of its first token. Beside it lie its scales, its `worth`, whether it is `dormant` (held in full
+precision too, and read there), and the positions of its `tokens` where they are no neighbours. Codes are made once;
+whatever moves afterwards, they are copied bit for bit.
 """
 
 from typing import NamedTuple
@@ -28,6 +29,7 @@ class Codec(NamedTuple):
         window: w.
         key_size, value_size: D of either.
         shared: every KV head holds the same windows.
+        scattered: the tokens of a window need not be neighbours, so each one's position is held.
     """
 
     table: RotaryTable
@@ -37,6 +39,7 @@ class Codec(NamedTuple):
     key_size: int
     value_size: int
     shared: bool = False
+    scattered: bool = False
 
     @property
     def window_bytes(self) -> int:
@@ -47,21 +50,23 @@ class Codec(NamedTuple):
     @property
     def slot_bytes(self) -> int:
         """All that one window of one KV head takes, its position and worth included."""
-        return self.window_bytes + _POSITION_BYTES + _WORTH_BYTES + _DORMANT_BYTES
+        positions = 1 + self.window * self.scattered
+        return self.window_bytes + positions * _POSITION_BYTES + _WORTH_BYTES + _DORMANT_BYTES
 
     def encode(
         self,
         keys: Float[Tensor, "B H W w D"],
         values: Float[Tensor, "B H W w Dv"],
-        starts: Int[Tensor, "B H W"],
+        positions: Int[Tensor, "B H W w"],
         worth: Float[Tensor, "B H W"],
     ) -> Slots:
-        """Windows that begin at positions `starts` (-1 where there is none), as codes.
+        """Windows of tokens at `positions` (-1 where there is none), as codes.
 
         Raises:
             ValueError: for keys or values that are not finite.
         """
-        plain = unrotate(keys.float(), *self._angles(starts))
+        starts = positions.amin(-1)
+        plain = unrotate(keys.float(), *self._angles(positions))
         key, value = quantize(plain, self.key_bits, over=-2), quantize(values, self.value_bits, over=-1)
         side = {
             "key_scale": key.scale,
@@ -70,6 +75,7 @@ class Codec(NamedTuple):
             "value_zero": value.zero,
             "worth": worth.float(),
             "dormant": torch.zeros_like(starts, dtype=torch.bool),
+            **({"tokens": positions} if self.scattered else {}),
         }
         return Slots(key.packed, value.packed, starts, side)
 
@@ -77,20 +83,22 @@ class Codec(NamedTuple):
         """Keys of some windows in fp32, rotated to their positions."""
         scale, zero = coded.side("key_scale")[:, :, part], coded.side("key_zero")[:, :, part]
         plain = dequantize(Codes(coded.keys[:, :, part], scale, zero), self.key_bits, self.key_size, over=-2)
-        return rotate(plain, *self._angles(coded.positions[:, :, part]))
+        return rotate(plain, *self._angles(self.positions(coded, part)))
 
     def values(self, coded: Slots, part: slice = slice(None)) -> Float[Tensor, "B H W w Dv"]:
         """Values of some windows in fp32."""
         scale, zero = coded.side("value_scale")[:, :, part], coded.side("value_zero")[:, :, part]
         return dequantize(Codes(coded.values[:, :, part], scale, zero), self.value_bits, self.value_size, over=-1)
 
-    def positions(self, starts: Int[Tensor, "B H W"]) -> Int[Tensor, "B H W w"]:
-        """Positions of every token of the windows that begin at `starts`, -1 in windows that are none."""
+    def positions(self, coded: Slots, part: slice = slice(None)) -> Int[Tensor, "B H W w"]:
+        """Positions of every token of some windows, -1 in windows that are none."""
+        starts = coded.positions[:, :, part, None]
         inside = torch.arange(self.window, dtype=starts.dtype, device=starts.device)
-        return torch.where(starts[..., None] == EMPTY, EMPTY, starts[..., None] + inside)
+        tokens = coded.side("tokens")[:, :, part] if self.scattered else starts + inside
+        return torch.where(starts == EMPTY, EMPTY, tokens)
 
-    def _angles(self, starts: Int[Tensor, "B H W"]) -> tuple[Tensor, Tensor]:
-        return self.table.at(self.positions(starts[:, :1] if self.shared else starts).clamp(min=0))
+    def _angles(self, positions: Int[Tensor, "B H W w"]) -> tuple[Tensor, Tensor]:
+        return self.table.at((positions[:, :1] if self.shared else positions).clamp(min=0))
 
 
 def key_bits(coded: Slots, key_size: int) -> int:
@@ -101,7 +109,7 @@ def key_bits(coded: Slots, key_size: int) -> int:
 def guarded_codec(
     codec: Codec,
     keys: Float[Tensor, "B H W w D"],
-    starts: Int[Tensor, "B H W"],
+    positions: Int[Tensor, "B H W w"],
     queries: Float[Tensor, "B HG T D"],
     scale: float,
     limit: float,
@@ -113,12 +121,12 @@ def guarded_codec(
     """
     H = keys.shape[1]
     asking = queries.unflatten(1, (H, -1)).flatten(2, 3).float() * scale
-    held = (starts != EMPTY)[..., None].expand(*keys.shape[:-1]).flatten(2)
+    held = (positions != EMPTY).flatten(2)
 
     def error(bits: int) -> Float[Tensor, " H"]:
         tried = codec._replace(key_bits=bits)
-        nothing = keys.new_zeros(starts.shape, dtype=torch.float32)
-        coded = tried.encode(keys, keys.new_zeros(*keys.shape[:-1], codec.value_size), starts, nothing)
+        nothing = keys.new_zeros(positions.shape[:-1], dtype=torch.float32)
+        coded = tried.encode(keys, keys.new_zeros(*keys.shape[:-1], codec.value_size), positions, nothing)
         lost = (keys.float() - tried.keys(coded)).flatten(2, 3)
         squares = (asking @ lost.mT).square().mean(2) * held
         return (squares.sum((0, 2)) / held.sum((0, 2)).clamp(min=1)).sqrt()

@@ -112,7 +112,7 @@ def test_what_is_stored_takes_the_bytes_that_were_planned(tiny):
     assert len(tokens_of[1]) == 8 * len([w for w in story.windows(dormant=False) if w[1] == 0])
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranking=st.sampled_from(("qevict", "h2o", "tova", "knorm", "streaming", "random", "snapkv")),
     heads=st.booleans(),
@@ -120,12 +120,15 @@ def test_what_is_stored_takes_the_bytes_that_were_planned(tiny):
     omega=st.sampled_from((1, 4, 8, 11)),
     q=st.sampled_from((0.0, 0.1, 0.5, 0.7, 1.0)),
     promote=st.booleans(),
+    neighbours=st.booleans(),
     budget=st.sampled_from((45, 64, 100, 300, 0.1, 0.3, 0.8, "50KB", "200KB")),
     batch=st.integers(1, 2),
     sizes=st.lists(st.sampled_from((1, 1, 1, 2, 7, 9, 40, 150)), min_size=1, max_size=8),
 )
-def test_measured_bytes_never_exceed_the_budget(tiny, ranking, heads, bits, omega, q, promote, budget, batch, sizes):
-    options = {"bits": bits, "omega": omega, "q": q, "promote": promote}
+def test_measured_bytes_never_exceed_the_budget(
+    tiny, ranking, heads, bits, omega, q, promote, neighbours, budget, batch, sizes
+):
+    options = {"bits": bits, "omega": omega, "q": q, "promote": promote, "neighbours": neighbours}
     policy = QEvict(**options) if ranking == "qevict" else Tiered(of=make_policy(ranking), share_heads=heads, **options)
     story = Story(tiny("llama"), policy, batch, budget=budget, recent=12)
     slot = H * (2 * D * 4 + 4 + 4 * len(policy.side))
@@ -206,9 +209,10 @@ def test_windows_go_where_sorting_puts_them(worth, data, full, coded):
 # moving
 
 
+@pytest.mark.parametrize("neighbours", (True, False))
 @pytest.mark.parametrize("share_heads", (True, False))
-def test_a_thousand_moves_change_no_code(tiny, share_heads):
-    policy = Tiered(of=Whims(), share_heads=share_heads, q=0.5, omega=2)
+def test_a_thousand_moves_change_no_code(tiny, share_heads, neighbours):
+    policy = Tiered(of=Whims(), share_heads=share_heads, q=0.5, omega=2, neighbours=neighbours)
     story = Story(tiny("llama"), policy, batch=2, budget=60, recent=4)
     story.read(150)
     moves, known = Counter(), story.codes
@@ -224,8 +228,10 @@ def test_a_thousand_moves_change_no_code(tiny, share_heads):
     assert min(moves.values()) > 200
 
 
-def test_without_promotion_nothing_comes_back_and_codes_are_read_all_the_same(tiny):
-    story = Story(tiny("llama"), Tiered(of=Whims(), q=0.5, omega=2, promote=False), batch=2, budget=60, recent=4)
+@pytest.mark.parametrize("neighbours", (True, False))
+def test_without_promotion_nothing_comes_back_and_codes_are_read_all_the_same(tiny, neighbours):
+    policy = Tiered(of=Whims(), q=0.5, omega=2, promote=False, neighbours=neighbours)
+    story = Story(tiny("llama"), policy, batch=2, budget=60, recent=4)
     story.read(150)
     fell = set()
     for _ in range(100):
@@ -235,8 +241,38 @@ def test_without_promotion_nothing_comes_back_and_codes_are_read_all_the_same(ti
     assert len(fell) > 100
 
 
-def test_what_comes_back_is_what_its_codes_say_and_errs_by_half_a_step(tiny):
-    story = Story(tiny("llama"), Tiered(of=Whims(), q=0.5), budget=120)
+@dataclass(frozen=True, kw_only=True)
+class Lots(Policy):
+    """A worth of each token and head that never changes, drawn by position."""
+
+    @staticmethod
+    def of(positions: Tensor) -> Tensor:
+        heads = torch.arange(positions.shape[1])[:, None]
+        return ((positions + 1) * 7919 * (heads + 3) % 10007).float()
+
+    def score(self, seen):
+        return self.of(seen.slots.positions)
+
+
+@pytest.mark.parametrize("promote", (True, False))
+def test_without_neighbours_each_token_is_where_its_own_worth_puts_it(tiny, promote):
+    policy = Tiered(of=Lots(), neighbours=False, promote=promote)
+    story = Story(tiny("llama"), policy, budget=120)
+    story.read(600)
+    held = story.layer.holdings()
+    for head in range(H):
+        worth = Lots.of(torch.arange(600).expand(1, H, -1))[0, head]
+        ranked = (4 + worth[4:-16].argsort(descending=True)).tolist()
+        full = {at for at in held["full"][0, head].tolist() if 4 <= at < 584}
+        quantized = {at for at in held["quantized"][0, head].tolist() if at >= 0}
+        assert len(quantized) > 2 * len(full) > 40
+        assert full == set(ranked[: len(full)])
+        assert quantized == set(ranked[len(full) : len(full) + len(quantized)])
+
+
+@pytest.mark.parametrize("neighbours", (True, False))
+def test_what_comes_back_is_what_its_codes_say_and_errs_by_half_a_step(tiny, neighbours):
+    story = Story(tiny("llama"), Tiered(of=Whims(), q=0.5, neighbours=neighbours), budget=120)
     story.read(400)
     for _ in range(40):
         story.read(1)
@@ -244,12 +280,14 @@ def test_what_comes_back_is_what_its_codes_say_and_errs_by_half_a_step(tiny):
     checked = 0
     for row, head, start in story.windows(dormant=True):
         entry = int((coded.positions[row, head] == start).nonzero())
-        at = [int((slots.positions[row, head] == start + i).nonzero()) for i in range(8)]
-        exact = story.keys[row, head, start : start + 8]
+        positions = codec.positions(coded)[row, head, entry]
+        assert positions.amin() == start and (neighbours or not torch.equal(positions, positions.sort().values))
+        at = [int((slots.positions[row, head] == position).nonzero()) for position in positions]
+        exact = story.keys[row, head, positions.long()]
         assert torch.equal(slots.keys[row, head, at], codec.keys(coded)[row, head, entry])
         assert torch.equal(slots.values[row, head, at], codec.values(coded)[row, head, entry])
         # turned back by a rotation of our own
-        angle = torch.arange(start, start + 8)[:, None] / 10000 ** (torch.arange(D // 2) / (D // 2))
+        angle = positions[:, None] / 10000 ** (torch.arange(D // 2) / (D // 2))
         turn = torch.polar(torch.ones_like(angle), -angle)
         plain = torch.view_as_real(torch.complex(exact[:, : D // 2], exact[:, D // 2 :]) * turn)
         plain = torch.cat([plain[..., 0], plain[..., 1]], -1)
@@ -264,18 +302,20 @@ def test_what_comes_back_is_what_its_codes_say_and_errs_by_half_a_step(tiny):
     assert checked > 3
 
 
+@pytest.mark.parametrize("neighbours", (True, False))
 @pytest.mark.parametrize("share_heads", (True, False))
 @pytest.mark.parametrize("chunk", (1, 5, 30))
-def test_attention_is_one_softmax_over_slots_and_codes(tiny, share_heads, chunk):
+def test_attention_is_one_softmax_over_slots_and_codes(tiny, share_heads, chunk, neighbours):
     """And the mass that each slot and window receives is that softmax's."""
-    story = Story(tiny("llama"), Tiered(of=Whims(), share_heads=share_heads, q=0.6), batch=2, budget=120)
+    policy = Tiered(of=Whims(), share_heads=share_heads, q=0.6, neighbours=neighbours)
+    story = Story(tiny("llama"), policy, batch=2, budget=120)
     story.read(350)
     moved = 0
     for _ in range(30):
         codec = story.layer._known_codec
         before = copy.deepcopy(story.slots)
         read = (before.coded.positions >= 0) & ~before.coded.side("dormant")
-        starts = before.coded.positions.masked_fill(~read, -1)
+        coded_at = codec.positions(before.coded).masked_fill(~read[..., None], -1)
         seen = story.layer.seen
         seen_masses = {}
         settle = story.layer.settle
@@ -292,7 +332,7 @@ def test_attention_is_one_softmax_over_slots_and_codes(tiny, share_heads, chunk)
         new = torch.arange(seen, seen + chunk, dtype=torch.int32)
         keys = torch.cat([before.keys, story.keys[:, :, seen:], codec.keys(before.coded).flatten(2, 3)], 2)
         values = torch.cat([before.values, story.values[:, :, seen:], codec.values(before.coded).flatten(2, 3)], 2)
-        positions = torch.cat([before.positions, new.expand(2, H, -1), codec.positions(starts).flatten(2)], 2)
+        positions = torch.cat([before.positions, new.expand(2, H, -1), coded_at.flatten(2)], 2)
         queries = story.queries[:, :, seen:].unflatten(1, (H, G))
         at = new.expand(2, -1)
         expected = reference.attend(queries, keys, values, positions, at, SCALE)
@@ -356,8 +396,9 @@ def masses(story: Story) -> dict[str, Tensor]:
     return {name: array.clone() for name, array in story.slots.state().items()}
 
 
-def test_rows_move_with_their_codes_and_nothing_is_coded_anew(tiny):
-    story = Story(tiny("llama"), Tiered(of=Whims()), batch=3, budget=100)
+@pytest.mark.parametrize("neighbours", (True, False))
+def test_rows_move_with_their_codes_and_nothing_is_coded_anew(tiny, neighbours):
+    story = Story(tiny("llama"), Tiered(of=Whims(), neighbours=neighbours), batch=3, budget=100)
     story.read(300)
     before = masses(story)
     story.layer.reorder_cache(torch.tensor([2, 0, 0]))
@@ -372,8 +413,9 @@ def test_rows_move_with_their_codes_and_nothing_is_coded_anew(tiny):
     assert story.layer.slots is None and story.layer.seen == 0
 
 
-def test_a_copy_and_a_saved_layer_hold_the_same_codes(tiny, tmp_path):
-    story = Story(tiny("llama"), QEvict(bits=4), budget=100)
+@pytest.mark.parametrize("neighbours", (True, False))
+def test_a_copy_and_a_saved_layer_hold_the_same_codes(tiny, tmp_path, neighbours):
+    story = Story(tiny("llama"), QEvict(bits=4, neighbours=neighbours), budget=100)
     for layer in story.cache.managed:
         story.layer = layer
         story.read(300)
@@ -388,8 +430,9 @@ def test_a_copy_and_a_saved_layer_hold_the_same_codes(tiny, tmp_path):
     assert not torch.equal(fork.managed[0].slots.coded.side("worth"), story.cache.managed[0].slots.coded.side("worth"))
 
 
-def test_tokens_taken_back_one_by_one_leave_all_tiers_as_they_were(tiny):
-    story = Story(tiny("llama"), Tiered(of=Whims(), q=0.5), budget=100)
+@pytest.mark.parametrize("neighbours", (True, False))
+def test_tokens_taken_back_one_by_one_leave_all_tiers_as_they_were(tiny, neighbours):
+    story = Story(tiny("llama"), Tiered(of=Whims(), q=0.5, neighbours=neighbours), budget=100)
     story.read(300)
     story.cache.plan.expected = torch.tensor([300])
     story.layer.activate_past_recording()
@@ -405,7 +448,9 @@ def test_tokens_taken_back_one_by_one_leave_all_tiers_as_they_were(tiny):
 # reading codes
 
 
-def some_windows(window: int, bits: int, size: int, count: int, batch: int = 2) -> tuple[Slots, Codec]:
+def some_windows(
+    window: int, bits: int, size: int, count: int, batch: int = 2, *, scattered: bool = False
+) -> tuple[Slots, Codec]:
     generator = torch.Generator().manual_seed(count)
     angles = 1 / 10000 ** (torch.arange(size // 2) / (size // 2))
 
@@ -413,10 +458,12 @@ def some_windows(window: int, bits: int, size: int, count: int, batch: int = 2) 
         angle = torch.cat([positions[..., None] * angles] * 2, -1)
         return angle.cos(), angle.sin()
 
-    codec = Codec(RotaryTable(rotary), window, bits, 2, size, size + 4)
-    starts = (torch.arange(count, dtype=torch.int32) * window + 4).repeat(batch, H, 1)
+    codec = Codec(RotaryTable(rotary), window, bits, 2, size, size + 4, scattered=scattered)
+    at = torch.arange(count * window, dtype=torch.int32) + 4
+    at = at[torch.randperm(len(at), generator=generator)] if scattered else at
+    positions = at.view(count, window).repeat(batch, H, 1, 1)
     keys, values = (draw(generator, batch, H, count, window, n) for n in (size, size + 4))
-    coded = codec.encode(keys, values, starts, torch.zeros(batch, H, count))
+    coded = codec.encode(keys, values, positions, torch.zeros(batch, H, count))
     coded.side("dormant").copy_(torch.rand(batch, H, count, generator=generator) < 0.3)
     coded._arrays["positions"][0, 1, : count // 2] = -1
     return coded, codec
@@ -426,8 +473,9 @@ def some_windows(window: int, bits: int, size: int, count: int, batch: int = 2) 
 @pytest.mark.parametrize(("window", "size", "count"), [(1, 8, 1), (3, 24, 17), (8, 64, 63)])
 @pytest.mark.parametrize("bits", (2, 4, 8))
 @pytest.mark.parametrize("num_queries", (1, 3, 32))
-def test_the_kernel_reads_what_torch_reads(window, size, count, bits, num_queries):
-    coded, codec = some_windows(window, bits, size, count)
+@pytest.mark.parametrize("scattered", (True, False))
+def test_the_kernel_reads_what_torch_reads(window, size, count, bits, num_queries, scattered):
+    coded, codec = some_windows(window, bits, size, count, scattered=scattered)
     queries = draw(torch.Generator().manual_seed(0), 2, H, num_queries, size)
     assert kernel.serves(queries)
     ours, twin = read_coded(queries, coded, codec, SCALE), read_blocks(queries, coded, codec, SCALE)
@@ -484,7 +532,7 @@ def test_continuations_read_the_codes_of_the_sequence_they_continue(tiny):
     got = attend_shared(
         queries[:, :, -1:], keys, values, slots.keys, slots.values, None, SCALE, story.layer.beyond(SCALE)
     )
-    starts = slots.coded.positions.masked_fill(slots.coded.side("dormant"), -1)
+    coded_at = codec.positions(slots.coded).masked_fill(slots.coded.side("dormant")[..., None], -1)
     own = torch.arange(350, 354, dtype=torch.int32).expand(6, H, -1)
 
     def whole(*parts):
@@ -494,7 +542,7 @@ def test_continuations_read_the_codes_of_the_sequence_they_continue(tiny):
         queries[:, :, -1:].unflatten(1, (H, G)),
         whole(slots.keys, codec.keys(slots.coded).flatten(2, 3), keys),
         whole(slots.values, codec.values(slots.coded).flatten(2, 3), values),
-        whole(slots.positions, codec.positions(starts).flatten(2), own),
+        whole(slots.positions, coded_at.flatten(2), own),
         torch.full((6, 1), 353, dtype=torch.int32),
         SCALE,
     )
@@ -504,13 +552,14 @@ def test_continuations_read_the_codes_of_the_sequence_they_continue(tiny):
 # with a model
 
 
+@pytest.mark.parametrize("neighbours", (True, False))
 @pytest.mark.parametrize("ranking", ("kvp", "lorekv", "lorekv(kept=True)", "expected_attention", "pyramidkv"))
-def test_any_ranking_serves_prompts_chunks_and_turns_within_its_bytes(tiny, ranking):
+def test_any_ranking_serves_prompts_chunks_and_turns_within_its_bytes(tiny, ranking, neighbours):
     model = tiny("llama")
     of = policy_named("kvp", model) if ranking == "kvp" else make_policy(ranking)
 
     def new():
-        return KVCache(model, policy=Tiered(of=of), budget="70KB")
+        return KVCache(model, policy=Tiered(of=of, neighbours=neighbours), budget="70KB")
 
     prompt, more = tokens(150), tokens(60, seed=1)
     caches = [new(), new()]
@@ -527,7 +576,7 @@ def test_any_ranking_serves_prompts_chunks_and_turns_within_its_bytes(tiny, rank
 
 def test_members_of_a_group_decode_as_each_does_alone(tiny):
     model, prompt = tiny("llama"), tokens(200)
-    names = ("qevict", "tiered(knorm)", "h2o", "tiered(snapkv, bits=4)")
+    names = ("qevict", "tiered(knorm)", "h2o", "tiered(snapkv, bits=4, neighbours=False)")
     group = CacheGroup(KVCache(model, policy=name, budget=60) for name in names)
     argument = kvkeep.cache_argument(model)
     with torch.no_grad(), kvkeep.attach(model):

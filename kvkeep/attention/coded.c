@@ -71,18 +71,18 @@ static inline void add(float *restrict sum, const float *restrict value, float w
 }
 
 static void score(Shape s, const float *queries, const uint8_t *codes, const _Float16 *scales, const _Float16 *zeros,
-                  const int32_t *starts, const uint8_t *dormant, const float *cosines, const float *sines, float *logits,
+                  const int32_t *positions, const uint8_t *dormant, const float *cosines, const float *sines, float *logits,
                   float *scratch) {
     const int64_t bytes = (s.key_size * s.key_bits + 7) / 8, tokens = s.windows * s.window;
     float *scale = scratch, *zero = scale + s.key_size, *key = zero + s.key_size;
     for (int64_t at = 0; at < s.windows; at++) {
-        const int hidden = starts[at] < 0 || dormant[at];
+        const int hidden = positions[at * s.window] < 0 || dormant[at];
         for (int64_t d = 0; d < s.key_size && !hidden; d++) {
             scale[d] = (float)scales[at * s.key_size + d];
             zero[d] = (float)zeros[at * s.key_size + d];
         }
         for (int64_t i = 0; i < s.window; i++) {
-            const int64_t token = at * s.window + i, position = starts[at] + i;
+            const int64_t token = at * s.window + i, position = positions[token];
             if (!hidden) {
                 unpack(codes + token * bytes, bytes, s.key_bits, key);
                 restore(key, scale, zero, s.key_size, cosines + position * s.rotated, sines + position * s.rotated,
@@ -134,7 +134,7 @@ static void sum_values(Shape s, const float *logits, const uint8_t *codes, const
 // 0, or 1 without memory
 int read_coded(Shape s, const float *queries, const uint8_t *key_codes, const _Float16 *key_scales,
                const _Float16 *key_zeros, const uint8_t *value_codes, const _Float16 *value_scales,
-               const _Float16 *value_zeros, const int32_t *starts, const uint8_t *dormant, const float *cosines,
+               const _Float16 *value_zeros, const int32_t *positions, const uint8_t *dormant, const float *cosines,
                const float *sines, float *output, float *logsums, float *logits) {
     const int64_t tokens = s.windows * s.window;
     const int64_t key_bytes = (s.key_size * s.key_bits + 7) / 8, value_bytes = (s.value_size * s.value_bits + 7) / 8;
@@ -144,7 +144,7 @@ int read_coded(Shape s, const float *queries, const uint8_t *key_codes, const _F
     for (int64_t r = 0; r < s.rows; r++) {
         float *scores = logits + r * s.queries * tokens;
         score(s, queries + r * s.queries * s.key_size, key_codes + r * tokens * key_bytes,
-              key_scales + r * s.windows * s.key_size, key_zeros + r * s.windows * s.key_size, starts + r * s.windows,
+              key_scales + r * s.windows * s.key_size, key_zeros + r * s.windows * s.key_size, positions + r * tokens,
               dormant + r * s.windows, cosines, sines, scores, scratch);
         sum_values(s, scores, value_codes + r * tokens * value_bytes, value_scales + r * tokens,
                    value_zeros + r * tokens, output + r * s.queries * s.value_size, logsums + r * s.queries, scratch);

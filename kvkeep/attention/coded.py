@@ -111,7 +111,7 @@ class CodedAttention:
         """All tokens dequantized: a whole copy, for checks alone."""
         codec, coded = self._codec, self._coded
         read = ~coded.side("dormant")[..., None].expand(*coded.positions.shape, codec.window)
-        parts = (codec.positions(coded.positions), codec.keys(coded), codec.values(coded), read)
+        parts = (codec.positions(coded), codec.keys(coded), codec.values(coded), read)
         return CodedTokens(*(part.flatten(2, 3) for part in parts))
 
     def _sum(self, counts: Float[Tensor, "B T"], power: float) -> Float[Tensor, "B H W"]:

@@ -62,7 +62,8 @@ def run(
     B, H, X, _ = queries.shape
     W = coded.length
     # no further than the last position there is
-    cos, sin = codec.table.upto(int(coded.positions.amax()) + codec.window, queries.device)
+    positions = codec.positions(coded)
+    cos, sin = codec.table.upto(int(positions.amax()) + 1, queries.device)
     sizes = (codec.key_size, codec.key_bits, codec.value_size, codec.value_bits, cos.shape[1])
     shape = _Shape(B * H, W, codec.window, X, *sizes)
     output = queries.new_empty(B, H, X, codec.value_size, dtype=torch.float32)
@@ -76,7 +77,7 @@ def run(
         coded.values,
         coded.side("value_scale"),
         coded.side("value_zero"),
-        coded.positions.int(),
+        positions.int(),
         coded.side("dormant"),
         cos,
         sin,

@@ -57,6 +57,7 @@ class Tiers(NamedTuple):
     guard: float
     element_bytes: int = 0
     promote: bool = True
+    neighbours: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,8 @@ class TieredPolicy(Policy):
         element_bytes: plan as if an element of keys and values took so many bytes (2 for what a model in fp32 would
             hold in bf16), though no more than it takes; 0 for what it takes.
         promote: whether windows held as codes alone may come back into full precision; they are read either way.
+        neighbours: a window is `omega` neighbouring tokens; else tokens are ranked one by one in full precision, and
+            `omega` that fall together, of like worth, are coded together.
 
     Raises:
         ValueError: for settings out of range.
@@ -51,6 +53,7 @@ class TieredPolicy(Policy):
     guard: float = 2.0
     element_bytes: int = 0
     promote: bool = True
+    neighbours: bool = True
 
     # the policy whose worths are taken
     ranking: ClassVar[Policy]
@@ -80,7 +83,16 @@ class TieredPolicy(Policy):
 
     @property
     def tiers(self) -> Tiers:
-        return Tiers(self.omega, self.bits, self.q, self.share_heads, self.guard, self.element_bytes, self.promote)
+        return Tiers(
+            self.omega,
+            self.bits,
+            self.q,
+            self.share_heads,
+            self.guard,
+            self.element_bytes,
+            self.promote,
+            self.neighbours,
+        )
 
     def check(self, fingerprint: Mapping[str, Any], layers: Sequence[int]) -> None:
         self.ranking.check(fingerprint, layers)
