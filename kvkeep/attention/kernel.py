@@ -30,21 +30,20 @@ _SOURCE = Path(__file__).with_name("coded.c")
 _COMPILE = ("-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11", "-c")
 
 
+# as in coded.c
+_SHAPE = "rows windows window queries key_size key_bits value_size value_bits rotated"
+_ARRAYS = (
+    "queries key_codes key_scales key_zeros value_codes value_scales value_zeros positions dormant cosines sines output "
+    "logsums logits"
+)
+
+
 class _Shape(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "rows",
-            "windows",
-            "window",
-            "queries",
-            "key_size",
-            "key_bits",
-            "value_size",
-            "value_bits",
-            "rotated",
-        )
-    ]
+    _fields_ = [(name, ctypes.c_int64) for name in _SHAPE.split()]
+
+
+class _Arrays(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in _ARRAYS.split()]
 
 
 def serves(queries: Float[Tensor, "B H X D"]) -> bool:
@@ -83,7 +82,7 @@ def run(
         sin,
     ]
     arrays = [array.contiguous() for array in given]
-    if kernel(shape, *(array.data_ptr() for array in (*arrays, output, logsum, logits))):
+    if kernel(shape, _Arrays(*(array.data_ptr() for array in (*arrays, output, logsum, logits)))):
         raise MemoryError("no memory for the attention over codes")
     return output, logsum, logits
 
@@ -104,6 +103,6 @@ def _kernel() -> Callable[..., int] | None:
                 logger.warning("codes are read by torch, which is slower; %s said: %s", compiler, built.stderr)
                 return None
         function = ctypes.CDLL(str(library)).read_coded
-    function.argtypes = [_Shape] + [ctypes.c_void_p] * 14
+    function.argtypes = [_Shape, _Arrays]
     function.restype = ctypes.c_int
     return function
