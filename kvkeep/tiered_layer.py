@@ -5,7 +5,7 @@ C = F + W, X queries of a KV head, T new tokens, D head size.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -57,7 +57,17 @@ class TieredLayer(KVLayer):
         super()._clear()
         # tokens seen before which no window can be due
         self._due_from = 0
+        # tokens seen before which windows do not compete for the first time
+        self._first_at = 0
         self._codec: Codec | None = None
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        counters, tensors = super().state()
+        return {**counters, "first_at": self._first_at}, tensors
+
+    def restore_state(self, counters: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        super().restore_state(counters, tensors)
+        self._first_at = counters["first_at"]
 
     # reading
 
@@ -112,7 +122,9 @@ class TieredLayer(KVLayer):
     # routing
 
     def _evict_surplus(self, seen: Observation) -> None:
-        if self.seen < self._due_from:
+        if self._tiers.first_after and seen.num_new > 1 and self._tiered.coded is None:
+            self._first_at = self.seen + self._tiers.first_after
+        if self.seen < max(self._due_from, self._first_at):
             return
         count = self._num_in_slots()
         if int(count.amax()) == 0:

@@ -351,7 +351,7 @@ def test_attention_is_one_softmax_over_slots_and_codes(tiny, share_heads, chunk,
 
 def test_windows_go_on_gathering_attention_through_their_codes(tiny):
     """The score of every window is the sum of the attention that its tokens got, in whichever tier they were."""
-    story = Story(tiny("llama"), QEvict(q=0.5), budget=100)
+    story = Story(tiny("llama"), QEvict(q=0.5, neighbours=True), budget=100)
     gathered: dict[tuple[int, int], float] = {}
 
     def watch(observed):
@@ -387,6 +387,26 @@ def test_windows_go_on_gathering_attention_through_their_codes(tiny):
         assert got > 0
         checked += 1
     assert checked > 5
+
+
+def test_windows_first_compete_so_many_tokens_behind_the_prompt(tiny, tmp_path):
+    story = Story(tiny("llama"), QEvict(first_after=8), budget=100)
+    for layer in story.cache.managed:
+        story.layer = layer
+        for size in (200, 100, *[1] * 5):
+            story.read(size)
+    assert story.slots.length == 305 and story.slots.coded is None
+    story.cache.save(tmp_path / "waiting.kv")
+    for cache in (story.cache, KVCache.load(tmp_path / "waiting.kv", tiny("llama"))):
+        story.cache, story.layer = cache, cache.managed[0]
+        story.read(1)
+        story.read(1)
+        assert story.slots.length == 307
+        story.read(1)
+        assert story.slots.length <= 101 and story.slots.coded.length > 10
+        # the next prompt is held to the budget at once
+        story.read(50)
+        assert story.slots.length <= 101
 
 
 # carrying
@@ -595,7 +615,7 @@ def test_members_of_a_group_decode_as_each_does_alone(tiny):
 
 
 def test_keys_whose_logits_err_too_much_get_more_bits_and_the_bytes_still_hold(tiny):
-    story = Story(tiny("llama"), Tiered(of=Whims()), budget=100)
+    story = Story(tiny("llama"), Tiered(of=Whims(), neighbours=True), budget=100)
     original = draw
 
     def biased(generator, *shape, spread=1.0):
@@ -613,10 +633,10 @@ def test_keys_whose_logits_err_too_much_get_more_bits_and_the_bytes_still_hold(t
     codec = story.layer._known_codec
     assert codec.key_bits == 4 and codec.value_bits == 2
     assert sum(story.layer.nbytes().values()) <= 101 * H * (2 * D * 4 + 4) + 8 * H + 4
-    plain = Story(tiny("llama"), Tiered(of=Whims()), budget=100)
+    plain = Story(tiny("llama"), Tiered(of=Whims(), neighbours=True), budget=100)
     plain.read(300)
     assert plain.layer._known_codec.key_bits == 2
-    unguarded = Story(tiny("llama"), Tiered(of=Whims(), guard=1e9), budget=100)
+    unguarded = Story(tiny("llama"), Tiered(of=Whims(), guard=1e9, neighbours=True), budget=100)
     unguarded.read(300)
     assert unguarded.layer._known_codec.key_bits == 2
 
@@ -632,6 +652,7 @@ def test_keys_whose_logits_err_too_much_get_more_bits_and_the_bytes_still_hold(t
         ("qevict(omega=0)", "at least 1 token"),
         ("qevict(q=1.5)", "q must lie"),
         ("qevict(guard=0.0)", "guard must be positive"),
+        ("qevict(first_after=-1)", "first_after must be 0 or more"),
         ("qevict(decay=0.0)", "decay must lie"),
         ("tiered(snapkvv)", "did you mean snapkv"),
     ],

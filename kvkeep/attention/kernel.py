@@ -33,8 +33,8 @@ _COMPILE = ("-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11", "-c")
 # as in coded.c
 _SHAPE = "rows windows window queries key_size key_bits value_size value_bits rotated"
 _ARRAYS = (
-    "queries key_codes key_scales key_zeros value_codes value_scales value_zeros positions dormant cosines sines output "
-    "logsums logits"
+    "queries key_codes key_scales key_zeros value_codes value_scales value_zeros positions dormant cosines sines "
+    "output logsums logits"
 )
 
 

@@ -57,7 +57,8 @@ class Tiers(NamedTuple):
     guard: float
     element_bytes: int = 0
     promote: bool = True
-    neighbours: bool = True
+    neighbours: bool = False
+    first_after: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ _ATTENTION = H2O()
 
 @dataclass(frozen=True, kw_only=True)
 class TieredPolicy(Policy):
-    """Windows of `omega` tokens, ranked by another policy: the best in full precision, the next as codes.
+    """Tokens ranked by another policy: the best in full precision, the next as codes, in windows of `omega`.
 
     A window is worth the mean of its tokens. All windows compete anew whenever one more has left the recent tokens: see
     docs/qevict.md. Sinks and recent tokens, which the budget protects, stay in full precision.
@@ -38,6 +38,8 @@ class TieredPolicy(Policy):
         promote: whether windows held as codes alone may come back into full precision; they are read either way.
         neighbours: a window is `omega` neighbouring tokens; else tokens are ranked one by one in full precision, and
             `omega` that fall together, of like worth, are coded together.
+        first_after: tokens behind the prompt until windows compete for the first time. Until then everything is held,
+            over the budget; the paper waits for `omega`.
 
     Raises:
         ValueError: for settings out of range.
@@ -53,7 +55,8 @@ class TieredPolicy(Policy):
     guard: float = 2.0
     element_bytes: int = 0
     promote: bool = True
-    neighbours: bool = True
+    neighbours: bool = False
+    first_after: int = 0
 
     # the policy whose worths are taken
     ranking: ClassVar[Policy]
@@ -65,8 +68,11 @@ class TieredPolicy(Policy):
             raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {self.bits}")
         if not 0 <= self.q <= 1:
             raise ValueError(f"q must lie in [0, 1], got {self.q}")
-        if not self.guard > 0 or self.element_bytes < 0:
-            raise ValueError(f"guard must be positive, element_bytes too or 0: {self.guard}, {self.element_bytes}")
+        if not self.guard > 0:
+            raise ValueError(f"guard must be positive, got {self.guard}")
+        for name in ("element_bytes", "first_after"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         ranking = self._ranked_by()
         if ranking.tiers is not None:
             raise ValueError(f"{type(ranking).__name__} cannot rank windows: it has tiers of its own")
@@ -92,6 +98,7 @@ class TieredPolicy(Policy):
             self.element_bytes,
             self.promote,
             self.neighbours,
+            self.first_after,
         )
 
     def check(self, fingerprint: Mapping[str, Any], layers: Sequence[int]) -> None:
