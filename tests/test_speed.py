@@ -56,6 +56,25 @@ def test_rows_say_where_they_come_from_and_how_often_they_were_measured(tiny):
             assert 0 < row.low <= row.value <= row.high
 
 
+def test_several_policies_are_measured_beside_one_full_cache(tiny):
+    rows = measure(tiny("llama"), policies=["tova", "qevict"], repeats=1, prefill=False)
+    arms = [(row.policy, row.budget) for row in rows if row.metric == "decode_ratio"]
+    assert arms == [("tova", "50%"), ("qevict", "50%"), ("full", "full")]
+
+
+def test_the_quantized_cache_of_transformers_is_measured_too(tiny):
+    pytest.importorskip("optimum.quanto")
+    model = tiny("llama", head_dim=64)
+    rows = measure(model, lengths=[300], beside=["QuantizedCache-2", "QuantizedCache-4"], batch_sizes=[2])
+    two, four = (row for row in rows if row.metric == "cache_bytes" and row.policy.startswith("Quantized"))
+    # 2 sequences, 3 layers, 2 heads, 300 tokens of 64 codes with a scale and a zero, keys and values; then 3 whole ones
+    rest = 2 * 3 * 2 * 2 * (300 * 8 + 3 * 64 * 4)
+    assert [row.value for row in (two, four)] == [rest + 2 * 3 * 2 * 2 * 300 * size for size in (16, 32)]
+    assert two.full_bytes > 3 * two.value
+    ratios = [row for row in rows if row.metric == "decode_ratio"]
+    assert len(ratios) == 4 and all(row.value > 0 for row in ratios)
+
+
 def test_one_round_gives_a_value_and_no_interval(tiny):
     assert {row.interval for row in measure(tiny("llama"), repeats=1)} == {"none"}
 
@@ -63,7 +82,7 @@ def test_one_round_gives_a_value_and_no_interval(tiny):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_bytes_are_those_of_the_storages_of_caches_that_decoded_as_much(tiny, name):
     model, tokens = tiny(name), speed.random_tokens(tiny(name), 96)
-    rows = {row.budget: row for row in measure(model, policy="h2o", batch_sizes=[2]) if row.metric == "cache_bytes"}
+    rows = {row.budget: row for row in measure(model, policies=["h2o"], batch_sizes=[2]) if row.metric == "cache_bytes"}
     stock = DynamicCache(config=model.config)
     ours = kvkeep.KVCache(model, policy="h2o", budget="50%")
     for cache, attached in ((stock, False), (ours, True)):
@@ -182,8 +201,10 @@ def test_weights_count_once_and_an_embedding_only_if_it_is_also_the_head(tiny):
         ({"threads": 0}, "threads"),
         ({"budgets": []}, "budgets"),
         ({"budgets": ["3"]}, "smallest possible"),
-        ({"policy": "tovva"}, "tova"),
-        ({"policy": "oracle"}, "future"),
+        ({"policies": ["tovva"]}, "tova"),
+        ({"policies": ["tova", "oracle"]}, "future"),
+        ({"policies": []}, "no policies"),
+        ({"beside": ["QuantizedCache-3"]}, "choose from QuantizedCache-2, QuantizedCache-4"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(tiny, changes, words):

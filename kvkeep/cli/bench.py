@@ -8,15 +8,19 @@ from typing import Annotated
 import typer
 
 from .console import names, numbers, quiet_transformers, show_rows, steps_bar
-from .options import BatchSizes, Budgets, Device, Dtype, Json, Lengths, Model, Policy
+from .options import BatchSizes, Budgets, Device, Dtype, Json, Lengths, Model, Policies
 
 
 def bench(
     model: Model = "smollm2",
     lengths: Lengths = ["4096"],
     batch_sizes: BatchSizes = ["1"],
-    policy: Policy = "tova",
+    policies: Policies = ["tova"],
     budgets: Budgets = ["25%", "full"],
+    beside: Annotated[
+        list[str],
+        typer.Option(metavar="NAME,...", help="Also transformers' QuantizedCache-2 or -4 (needs optimum-quanto)."),
+    ] = [],
     new_tokens: Annotated[int, typer.Option(min=1, help="Decode steps of one timed loop.")] = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, each with every cache in turn.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Threads; several are noisy on a shared machine.")] = 1,
@@ -26,16 +30,18 @@ def bench(
     file: Annotated[Path | None, typer.Option("--out", "-o", help="For the rows, such as bench.jsonl.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure decoding, reading and bytes against transformers' DynamicCache, in turns in the same run.
+    """Measure decoding, reading and bytes against transformers' own caches, in turns in the same run.
 
     Values are medians over the rounds with bootstrap intervals; ratios are above 1 where kvkeep is faster.
-    Repeat `--length`, `--batch` and `--budget`, or separate values by commas.
+    Repeat `--length`, `--batch`, `--policy` and `--budget`, or separate values by commas.
 
     **Examples**
 
     `kvkeep bench --length 2048,8000 --budget 25%`
 
     `kvkeep bench --batch 1,8 --budget 512 --no-prefill --out bench.jsonl`
+
+    `kvkeep bench --policy h2o,qevict --budget 20% --beside QuantizedCache-2`
     """
     from kvkeep import load
     from kvkeep.evaluate.rows import write_rows
@@ -49,8 +55,9 @@ def bench(
                 model_name=model,
                 lengths=numbers("--length", lengths),
                 batch_sizes=numbers("--batch", batch_sizes),
-                policy=policy,
+                policies=names(policies),
                 budgets=names(budgets),
+                beside=names(beside),
                 new_tokens=new_tokens,
                 repeats=repeats,
                 threads=threads,

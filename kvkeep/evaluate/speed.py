@@ -1,4 +1,4 @@
-"""Speed and bytes beside transformers' DynamicCache, measured in turns in the same run (docs/speed.md).
+"""Speed and bytes beside transformers' own caches, measured in turns in the same run (docs/speed.md).
 
 B sequences, T new tokens.
 """
@@ -6,21 +6,22 @@ B sequences, T new tokens.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..budget import Budget
 from ..cache import KVCache
 from ..model import attach, cache_argument
 from .rows import Row, manifest
+from .stock import DYNAMIC, refuse_unknown, repeated, stock_cache, tensors_of
 
 # larger than any last-level cache, so that the copy measures memory
 COPY_BYTES = 2**28
@@ -32,14 +33,14 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One cache of the comparison; without a budget it is DynamicCache on the model's own sdpa attention."""
+    """One cache of the comparison; without a budget it is one of transformers' on the model's own sdpa attention."""
 
     policy: str
     budget: str | None = None
 
     def fresh_cache(self, model: PreTrainedModel) -> Cache:
         if self.budget is None:
-            return DynamicCache(config=model.config.get_text_config(decoder=True))
+            return stock_cache(self.policy, model.config)
         return KVCache(model, policy=self.policy, budget=self.budget)
 
     def on(self, model: PreTrainedModel) -> AbstractContextManager[object]:
@@ -49,13 +50,15 @@ class Arm:
     @property
     def names(self) -> dict[str, str]:
         """Policy and budget as a row names them; a cache that keeps everything is the full one."""
+        if self.budget is None and self != STOCK:
+            return {"policy": self.policy, "budget": "full"}
         unlimited = self.budget is None or Budget.parse(self.budget).unlimited
         return (
             {"policy": "full", "budget": "full"} if unlimited else {"policy": self.policy, "budget": str(self.budget)}
         )
 
 
-STOCK = Arm(policy="DynamicCache")
+STOCK = Arm(policy=DYNAMIC)
 
 
 class Prompt(NamedTuple):
@@ -82,8 +85,9 @@ def bench(
     model_name: str,
     lengths: Sequence[int],
     batch_sizes: Sequence[int] = (1,),
-    policy: str = "tova",
+    policies: Sequence[str] = ("tova",),
     budgets: Sequence[str] = ("25%", "full"),
+    beside: Sequence[str] = (),
     new_tokens: int = 32,
     repeats: int = 5,
     threads: int = 1,
@@ -95,7 +99,9 @@ def bench(
 
     Args:
         lengths: prompt tokens; prompts are random tokens of the vocabulary.
+        policies: as users write them, each at every budget.
         budgets: as users write them, "full" for a KVCache that evicts nothing.
+        beside: other caches of transformers to measure too, see `stock.QUANTIZED`.
         new_tokens: decode steps of one timed loop.
         repeats: rounds; each times DynamicCache and every budget once, so ratios are between neighbours.
         threads: threads that torch computes with, put back afterwards.
@@ -106,11 +112,13 @@ def bench(
         is their task. Each value is the median of the rounds, its interval a bootstrap of that median.
 
     Raises:
-        ValueError: for counts below 1, a policy that needs a future, or a model that is not on sdpa attention.
+        ValueError: for counts below 1, a policy that needs a future, a cache of transformers that is not known or
+            lacks its library, or a model that is not on sdpa attention.
     """
     counts = {"lengths": lengths, "batch_sizes": batch_sizes, "new_tokens": [new_tokens], "repeats": [repeats]}
-    _check(model, policy, budgets, counts | {"threads": [threads]})
-    arms = [STOCK, *(Arm(policy=policy, budget=str(budget)) for budget in budgets)]
+    _check(model, policies, budgets, counts | {"threads": [threads]})
+    refuse_unknown(tuple(beside))
+    arms = _arms(policies, budgets, beside)
     reads = repeats if prefill else 1
     tell = _Counter(len(lengths) * len(arms) * (reads + repeats * len(batch_sizes)), progress)
     rows: list[Row] = []
@@ -127,6 +135,14 @@ def bench(
                 rows += _decode_rows(setting, measured, shape)
     tell("done")
     return rows
+
+
+def _arms(policies: Sequence[str], budgets: Sequence[str], beside: Sequence[str]) -> list[Arm]:
+    """DynamicCache first, and what keeps everything once, whatever the policy."""
+    limited = [str(budget) for budget in budgets if not Budget.parse(budget).unlimited]
+    whole = [Arm(policy=policies[0], budget=str(budget)) for budget in budgets if str(budget) not in limited][:1]
+    ours = [Arm(policy=policy, budget=budget) for policy in policies for budget in limited]
+    return [STOCK, *(Arm(policy=name) for name in beside), *ours, *whole]
 
 
 def warm_up(model: PreTrainedModel, arms: Sequence[Arm]) -> None:
@@ -156,8 +172,7 @@ def read_prompt(model: PreTrainedModel, arm: Arm, tokens: Int[Tensor, "1 T"]) ->
 
 def decode(model: PreTrainedModel, arm: Arm, prompt: Prompt, batch_size: int, steps: int) -> tuple[Cache, float]:
     """Greedy decoding after a copy of the prompt, repeated to `batch_size`; the cache afterwards and the seconds."""
-    cache = deepcopy(prompt.cache)
-    cache.batch_repeat_interleave(batch_size)
+    cache = repeated(prompt.cache, batch_size)
     token = prompt.token.repeat(batch_size, 1)
     step = _stepper(model, cache)
     with arm.on(model):
@@ -221,19 +236,17 @@ def held_bytes(cache: Cache) -> int:
     if isinstance(cache, KVCache):
         report = cache.report()
         return report.bytes + report.unmanaged_bytes
-    tensors = [tensor for holder in _holders(cache) for tensor in (holder.keys, holder.values)]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(cache))
 
 
 def read_bytes(cache: Cache) -> int:
     """Bytes of keys and values that one decode step must read: those in use, without side arrays or spare room."""
-    held = [holder for slots in _holders(cache) for holder in (slots, getattr(slots, "coded", None)) if holder]
+    if not isinstance(cache, KVCache):
+        return sum(tensor.nbytes for tensor in tensors_of(cache))
+    # sliding layers are transformers' own
+    slots: list[Any] = [getattr(layer, "slots", layer) for layer in cache.layers]
+    held = [holder for each in slots for holder in (each, getattr(each, "coded", None)) if holder]
     return sum(holder.keys.nbytes + holder.values.nbytes for holder in held)
-
-
-def _holders(cache: Cache) -> list[Any]:
-    """What has each layer's `keys` and `values`: its slots under a KVCache, else the layer."""
-    return [getattr(layer, "slots", layer) for layer in cache.layers]
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -373,13 +386,15 @@ def _dtype(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def _check(model: PreTrainedModel, policy: str, budgets: Sequence[str], counts: dict[str, Sequence[int]]) -> None:
+def _check(
+    model: PreTrainedModel, policies: Sequence[str], budgets: Sequence[str], counts: dict[str, Sequence[int]]
+) -> None:
     for name, values in counts.items():
         if len(values) == 0 or min(values) < 1:
             raise ValueError(f"{name} is {list(values)}; give at least one, each at least 1")
-    if not budgets:
-        raise ValueError("no budgets to measure; give some, such as ['25%', 'full']")
-    for budget in budgets:
+    if not budgets or not policies:
+        raise ValueError("no budgets or no policies to measure; give some, such as ['25%', 'full'] and ['tova']")
+    for policy, budget in product(policies, budgets):
         if "future" in KVCache(model, policy=policy, budget=str(budget)).policy.needs:
             raise ValueError(f"policy {policy!r} needs a future, which random prompts do not have; choose another")
     if model.config._attn_implementation != "sdpa":

@@ -29,7 +29,7 @@ class TieredPolicy(Policy):
     Attributes:
         omega: tokens of a window.
         bits: of a code: 2, 4 or 8.
-        q: share of the bytes for windows that codes get once not everything fits in full precision.
+        q: share of the bytes for windows that codes get once not everything fits in full precision (the paper has 0.7).
         share_heads: one set of windows for all KV heads of a layer, by the mean over heads.
         guard: a layer whose logits would err by more (root mean square in nats, in its worst head) codes its keys with
             more bits.
@@ -50,7 +50,7 @@ class TieredPolicy(Policy):
 
     omega: int = 8
     bits: int = 2
-    q: float = 0.7
+    q: float = 0.5
     share_heads: bool = False
     guard: float = 2.0
     element_bytes: int = 0
