@@ -21,7 +21,7 @@ from kvkeep.attention.coded import read_blocks
 from kvkeep.policies import Policy, QEvict, Tiered, make_policy
 from kvkeep.quant import dequantize, quantize
 from kvkeep.rotation import RotaryTable
-from kvkeep.routing import Room, route, share_out
+from kvkeep.routing import Room, route, share_out, side_by_side
 from kvkeep.slots import Slots
 from kvkeep.windows import Codec, TieredSlots
 
@@ -96,7 +96,7 @@ def test_a_window_takes_the_bytes_of_the_paper():
 
 
 def test_what_is_stored_takes_the_bytes_that_were_planned(tiny):
-    story = Story(tiny("llama"), Tiered(of=Whims()), budget=80)
+    story = Story(tiny("llama"), Tiered(of=Whims(), promote=True), budget=80)
     story.read(300)
     coded = story.slots.coded
     codec = story.layer._known_codec
@@ -112,7 +112,7 @@ def test_what_is_stored_takes_the_bytes_that_were_planned(tiny):
     assert len(tokens_of[1]) == 8 * len([w for w in story.windows(dormant=False) if w[1] == 0])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranking=st.sampled_from(("qevict", "h2o", "tova", "knorm", "streaming", "random", "snapkv")),
     heads=st.booleans(),
@@ -142,6 +142,21 @@ def test_measured_bytes_never_exceed_the_budget(
             kept = budget if isinstance(budget, int) else max(-(-int(budget * 1000) * seen // 1000), 16 + omega - 1)
             most = batch * ((kept + 1) * slot + 8 * H + 4)
         assert sum(story.layer.nbytes().values()) <= most
+
+
+@pytest.mark.parametrize("neighbours", (True, False))
+def test_a_short_sequence_beside_a_long_one_takes_no_bytes_beyond_the_budget(tiny, neighbours):
+    """Alone it would stay in full precision as a whole, in slots that the long one could not fill."""
+    model, budget = tiny("llama"), 200
+    batch, mask = tokens(600, batch=2), torch.ones(2, 600, dtype=torch.long)
+    mask[1, :400] = 0
+    cache = KVCache(model, policy=QEvict(neighbours=neighbours), budget=budget)
+    greedy(model, batch, cache, 20, attention_mask=mask)
+    slot = H * (2 * D * 4 + 4 + 4)
+    assert cache.report().bytes <= 3 * 2 * ((budget + 1) * slot + 8 * H + 4)
+    held = cache.managed[0].holdings()
+    assert all(int((held[tier][row, 0] >= 0).sum()) > 40 for tier in ("full", "quantized") for row in range(2))
+    assert int((held["full"][1, 0] >= 0).sum() + (held["quantized"][1, 0] >= 0).sum()) == 219
 
 
 def test_a_budget_without_room_for_a_window_in_the_making_is_refused(tiny):
@@ -181,6 +196,21 @@ def test_bytes_are_divided_as_by_counting(windows, free, full, part, q):
 
 
 @settings(max_examples=200, deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 10**5)), min_size=1, max_size=4), q=st.floats(0, 1))
+def test_sequences_side_by_side_fit_into_what_the_largest_has(rows, q):
+    windows, free = (torch.tensor(numbers) for numbers in zip(*rows, strict=True))
+    sizes = {"full_bytes": 900, "coded_bytes": 250}
+    alone = share_out(windows, free, quantized=q, **sizes)
+    together = side_by_side(alone, windows, free, **sizes)
+    coded = torch.where(together.full < windows, torch.minimum(together.coded, windows), 0)
+    assert int(together.full.amax() * 900 + coded.amax() * 250) <= int(free.amax())
+    # nothing that was held is lost, and who fits beside the others is left alone
+    assert bool((together.full + together.coded >= torch.minimum(windows, alone.full + alone.coded)).all())
+    same = alone.full <= together.full.amax()
+    assert torch.equal(together.full[same], alone.full[same]) and torch.equal(together.coded[same], alone.coded[same])
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     worth=st.lists(st.integers(0, 4), min_size=1, max_size=9),
     data=st.data(),
@@ -212,7 +242,7 @@ def test_windows_go_where_sorting_puts_them(worth, data, full, coded):
 @pytest.mark.parametrize("neighbours", (True, False))
 @pytest.mark.parametrize("share_heads", (True, False))
 def test_a_thousand_moves_change_no_code(tiny, share_heads, neighbours):
-    policy = Tiered(of=Whims(), share_heads=share_heads, q=0.5, omega=2, neighbours=neighbours)
+    policy = Tiered(of=Whims(), promote=True, share_heads=share_heads, q=0.5, omega=2, neighbours=neighbours)
     story = Story(tiny("llama"), policy, batch=2, budget=60, recent=4)
     story.read(150)
     moves, known = Counter(), story.codes
@@ -272,7 +302,7 @@ def test_without_neighbours_each_token_is_where_its_own_worth_puts_it(tiny, prom
 
 @pytest.mark.parametrize("neighbours", (True, False))
 def test_what_comes_back_is_what_its_codes_say_and_errs_by_half_a_step(tiny, neighbours):
-    story = Story(tiny("llama"), Tiered(of=Whims(), q=0.5, neighbours=neighbours), budget=120)
+    story = Story(tiny("llama"), Tiered(of=Whims(), promote=True, q=0.5, neighbours=neighbours), budget=120)
     story.read(400)
     for _ in range(40):
         story.read(1)
@@ -307,7 +337,7 @@ def test_what_comes_back_is_what_its_codes_say_and_errs_by_half_a_step(tiny, nei
 @pytest.mark.parametrize("chunk", (1, 5, 30))
 def test_attention_is_one_softmax_over_slots_and_codes(tiny, share_heads, chunk, neighbours):
     """And the mass that each slot and window receives is that softmax's."""
-    policy = Tiered(of=Whims(), share_heads=share_heads, q=0.6, neighbours=neighbours)
+    policy = Tiered(of=Whims(), promote=True, share_heads=share_heads, q=0.6, neighbours=neighbours)
     story = Story(tiny("llama"), policy, batch=2, budget=120)
     story.read(350)
     moved = 0
@@ -418,7 +448,7 @@ def masses(story: Story) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("neighbours", (True, False))
 def test_rows_move_with_their_codes_and_nothing_is_coded_anew(tiny, neighbours):
-    story = Story(tiny("llama"), Tiered(of=Whims(), neighbours=neighbours), batch=3, budget=100)
+    story = Story(tiny("llama"), Tiered(of=Whims(), promote=True, neighbours=neighbours), batch=3, budget=100)
     story.read(300)
     before = masses(story)
     story.layer.reorder_cache(torch.tensor([2, 0, 0]))
@@ -452,7 +482,7 @@ def test_a_copy_and_a_saved_layer_hold_the_same_codes(tiny, tmp_path, neighbours
 
 @pytest.mark.parametrize("neighbours", (True, False))
 def test_tokens_taken_back_one_by_one_leave_all_tiers_as_they_were(tiny, neighbours):
-    story = Story(tiny("llama"), Tiered(of=Whims(), q=0.5, neighbours=neighbours), budget=100)
+    story = Story(tiny("llama"), Tiered(of=Whims(), promote=True, q=0.5, neighbours=neighbours), budget=100)
     story.read(300)
     story.cache.plan.expected = torch.tensor([300])
     story.layer.activate_past_recording()
@@ -545,7 +575,7 @@ def test_codes_are_never_all_dequantized_at_once(tiny, monkeypatch):
 
 
 def test_continuations_read_the_codes_of_the_sequence_they_continue(tiny):
-    story = Story(tiny("llama"), Tiered(of=Whims()), batch=2, budget=120)
+    story = Story(tiny("llama"), Tiered(of=Whims(), promote=True), batch=2, budget=120)
     story.read(350)
     slots, codec = story.slots, story.layer._known_codec
     queries, keys, values = (draw(story.generator, 6, heads, 4, D) for heads in (H * G, H, H))
@@ -615,7 +645,7 @@ def test_members_of_a_group_decode_as_each_does_alone(tiny):
 
 
 def test_keys_whose_logits_err_too_much_get_more_bits_and_the_bytes_still_hold(tiny):
-    story = Story(tiny("llama"), Tiered(of=Whims(), neighbours=True), budget=100)
+    story = Story(tiny("llama"), Tiered(of=Whims(), promote=True, neighbours=True), budget=100)
     original = draw
 
     def biased(generator, *shape, spread=1.0):
@@ -633,10 +663,10 @@ def test_keys_whose_logits_err_too_much_get_more_bits_and_the_bytes_still_hold(t
     codec = story.layer._known_codec
     assert codec.key_bits == 4 and codec.value_bits == 2
     assert sum(story.layer.nbytes().values()) <= 101 * H * (2 * D * 4 + 4) + 8 * H + 4
-    plain = Story(tiny("llama"), Tiered(of=Whims(), neighbours=True), budget=100)
+    plain = Story(tiny("llama"), Tiered(of=Whims(), promote=True, neighbours=True), budget=100)
     plain.read(300)
     assert plain.layer._known_codec.key_bits == 2
-    unguarded = Story(tiny("llama"), Tiered(of=Whims(), guard=1e9, neighbours=True), budget=100)
+    unguarded = Story(tiny("llama"), Tiered(of=Whims(), promote=True, guard=1e9, neighbours=True), budget=100)
     unguarded.read(300)
     assert unguarded.layer._known_codec.key_bits == 2
 

@@ -55,10 +55,10 @@ class Tiers(NamedTuple):
     quantized: float
     share_heads: bool
     guard: float
-    element_bytes: int = 0
-    promote: bool = True
-    neighbours: bool = False
-    first_after: int = 0
+    element_bytes: int
+    promote: bool
+    neighbours: bool
+    first_after: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,17 +29,18 @@ class TieredPolicy(Policy):
     Attributes:
         omega: tokens of a window.
         bits: of a code: 2, 4 or 8.
-        q: share of the bytes for windows that codes get once not everything fits in full precision (the paper has 0.7).
+        q: share of the bytes for windows that codes get once not everything fits in full precision.
         share_heads: one set of windows for all KV heads of a layer, by the mean over heads.
         guard: a layer whose logits would err by more (root mean square in nats, in its worst head) codes its keys with
             more bits.
         element_bytes: plan as if an element of keys and values took so many bytes (2 for what a model in fp32 would
             hold in bf16), though no more than it takes; 0 for what it takes.
-        promote: whether windows held as codes alone may come back into full precision; they are read either way.
+        promote: whether windows held as codes alone may come back into full precision, beside their codes; they are
+            read either way.
         neighbours: a window is `omega` neighbouring tokens; else tokens are ranked one by one in full precision, and
             `omega` that fall together, of like worth, are coded together.
-        first_after: tokens behind the prompt until windows compete for the first time. Until then everything is held,
-            over the budget; the paper waits for `omega`.
+        first_after: tokens behind the prompt until windows compete for the first time; until then everything is held,
+            over the budget.
 
     Raises:
         ValueError: for settings out of range.
@@ -54,7 +55,7 @@ class TieredPolicy(Policy):
     share_heads: bool = False
     guard: float = 2.0
     element_bytes: int = 0
-    promote: bool = True
+    promote: bool = False
     neighbours: bool = False
     first_after: int = 0
 
@@ -154,17 +155,20 @@ class Tiered(TieredPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class QEvict(TieredPolicy):
-    """QEvict (arXiv 2608.05326): three tiers ranked by cumulative attention, one set of windows for each layer.
+    """QEvict (arXiv 2608.05326): three tiers ranked by cumulative attention, in windows that a layer's heads share.
 
-    The same as "tiered(h2o)" with `share_heads`. Windows in codes go on gathering attention through their dequantized
-    keys.
+    With the paper's settings but one: it waits with `first_after=8`, and so holds the whole prompt for eight tokens.
+    With ours it is "tiered(h2o)". Windows in codes go on gathering attention through their dequantized keys.
 
     Attributes:
         decay: what the sum is multiplied by at each token.
         norm: attention of each query is raised to it before it is summed.
     """
 
+    q: float = 0.7
     share_heads: bool = True
+    promote: bool = True
+    neighbours: bool = True
     decay: float = 1.0
     norm: float = 1.0
 
