@@ -84,7 +84,7 @@ def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator
     """Rows of the mean accuracy over tasks."""
     ends, found = end_tokens(model, tokenizer), Arms()
     count = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
-    for index, task in product(range(options.samples), TASKS):
+    for index, task in product(range(options.samples), options.task):
         sample = generate(task, num_tokens=options.length, count_tokens=count, split=options.split, index=index)
         prompt, follow_up, _ = encode(tokenizer, sample, "inside")
         for arm, reader in readers(model, prompt, options.policy):
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", default=["h2o", "qevict", "kvp", "tiered(kvp)"])
     parser.add_argument("--data", type=Path, required=True, help="text file or folder, for agreement")
     parser.add_argument("--split", default="test")
+    parser.add_argument("--task", nargs="+", default=list(TASKS), help="only these")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--samples", type=int, default=1, help="prompts of each task")
     parser.add_argument("--texts", type=int, default=4)
