@@ -17,7 +17,7 @@ from .cache import KVCache
 from .chat import prompt_ids
 from .evaluate.answers import until_end
 from .evaluate.rows import Row, summarise
-from .evaluate.run import policies_for
+from .evaluate.run import serves
 from .evaluate.speed import STOCK, Arm, Prompt, decode, held_bytes, median_interval
 from .evaluate.tasks import Fact, demo_document
 from .group import CacheGroup
@@ -26,7 +26,7 @@ from .model import attach, cache_argument, end_tokens
 ARMS = tuple(
     Arm(policy=policy, budget=budget)
     for budget in ("25%", "10%")
-    for policy in ("streaming", "knorm", "tova", "snapkv", "kvp")
+    for policy in ("streaming", "knorm", "tova", "snapkv", "kvp", "tiered(kvp)")
 )
 ANSWER_TOKENS = 24
 BRIEFLY = "Answer with a few words from the document."
@@ -46,8 +46,7 @@ def plant(tokenizer: Any, num_tokens: int, seed: int) -> tuple[str, list[Fact]]:
 
 def arms_for(model: PreTrainedModel) -> list[Arm]:
     """The arms of the demo without those whose policy was trained for another model."""
-    runnable = policies_for(model)
-    return [arm for arm in ARMS if arm.policy in runnable]
+    return [arm for arm in ARMS if serves(arm.policy, model)]
 
 
 def ask(

@@ -21,7 +21,7 @@ DOCUMENT = "The keeper counts the ships and writes them into a long book, night 
 FACT = Fact(question="What is the password?", answer="saffron", sentence="The password is saffron.")
 TWO = (Arm(policy="tova", budget="25%"), Arm(policy="knorm", budget="10%"))
 # what a model without trained weights is asked under
-SHOWN = [arm for arm in ARMS if arm.policy != "kvp"]
+SHOWN = [arm for arm in ARMS if "kvp" not in arm.policy]
 
 
 @pytest.fixture(scope="module")

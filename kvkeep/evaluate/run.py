@@ -203,12 +203,13 @@ def _write_rows(path: Path, records: Iterable[Mapping[str, Any]], stamp: Mapping
 
 def policies_for(model: PreTrainedModel) -> list[str]:
     """Names of the policies that anyone could run on this model: no oracle, and none trained for another model."""
-    return [name for name in POLICIES if name != "oracle" and _serves(name, model)]
+    return [name for name in POLICIES if name != "oracle" and serves(name, model)]
 
 
-def _serves(name: str, model: PreTrainedModel) -> bool:
+def serves(policy: str, model: PreTrainedModel) -> bool:
+    """Whether the policy, as users write it, runs on this model, for which it may not be trained."""
     try:
-        KVCache(model, policy=name)
+        KVCache(model, policy=policy)
     except ValueError:
         return False
     return True
