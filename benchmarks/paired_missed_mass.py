@@ -62,10 +62,8 @@ def main() -> None:
     for policy, other in ((spelled(one), spelled(two)) for one, two in options.pair):
         for budget in [budget for name, budget in samples if name == policy and (other, budget) in samples]:
             rows.append(difference(samples, budget, policy, other, manifest(model)))
-            row = rows[-1]
-            print(
-                f"{policy} against {other} at {budget}: {row.value:.3f} less [{row.low:.3f}, {row.high:.3f}], {row.extra['texts']} texts"
-            )
+            row, texts = rows[-1], rows[-1].extra["texts"]
+            print(f"{policy}, {other} at {budget}: {row.value:.3f} less [{row.low:.3f}, {row.high:.3f}], {texts} texts")
     write_rows(options.folder / "paired.jsonl", rows)
 
 

@@ -87,7 +87,9 @@ class TieredLayer(KVLayer):
     ) -> Float[Tensor, "B HG T Dv"]:
         if seen.coded is None:
             return super().read(queries, seen, scale, stock=stock)
-        return seen.coded.with_slots(queries, seen.slots.keys, seen.slots.values, seen.slots.positions)
+        assert seen.attention is not None
+        slots = seen.slots
+        return seen.coded.with_slots(queries, slots.keys, slots.values, slots.positions, seen.attention.logits)
 
     def settle(self, seen: Observation, show: Show = show) -> None:
         if seen.coded is not None and not seen.ahead:

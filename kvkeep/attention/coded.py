@@ -92,9 +92,14 @@ class CodedAttention:
         keys: Float[Tensor, "B H N D"],
         values: Float[Tensor, "B H N Dv"],
         positions: Int[Tensor, "B H N"],
+        logits: Float[Tensor, "B H G N"] | None = None,
     ) -> Float[Tensor, "B HG T Dv"]:
-        """Attention over slots and windows together, in one softmax."""
-        near = _attend_slots(queries, keys, values, positions, self._query_positions, self._scale)
+        """Attention over slots and windows together, in one softmax; `logits` are those over the slots, if known."""
+        with torch.autocast(queries.device.type, enabled=False):
+            if logits is None:
+                near = _attend_slots(queries, keys, values, positions, self._query_positions, self._scale)
+            else:
+                near = Part(logits.softmax(-1) @ values.float(), logits.logsumexp(-1, keepdim=True))
         whole = merged(near, self._part)
         self._logsum = whole.logsum
         return whole.output.reshape(*self._shape[:3], -1).to(queries.dtype)

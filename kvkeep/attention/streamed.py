@@ -6,6 +6,8 @@ The query heads of a group are packed as rows against the slots of their KV head
 repeated.
 """
 
+from functools import cached_property
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -90,6 +92,16 @@ class AttentionMass:
             self._known[asked] = self._sum(*self._newest(last), power, decay)
         return self._known[asked]
 
+    @cached_property
+    def logits(self) -> Float[Tensor, "B H G N"] | None:
+        """Scaled products of the only new token with what every slot holds, in fp32; None where it is not so simple."""
+        if self._queries.shape[2] != 1 or self._has_empty:
+            return None
+        grouped = self._queries.unflatten(1, (self._keys.shape[1], -1))[:, :, :, 0]
+        # scores stay fp32, whatever is around the model: bf16 ties make eviction depend on slot order
+        with torch.autocast(grouped.device.type, enabled=False):
+            return (grouped.float() * self._scale) @ self._keys.float().mT
+
     def _newest(self, last: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The last `last` queries that are not padding, per sequence, with what is beyond the slots for them."""
         if last is None:
@@ -110,11 +122,9 @@ class AttentionMass:
         B, HG, T, D = queries.shape
         H, N = self._keys.shape[1:3]
         G = HG // H
-        # scores stay fp32: bf16 ties make eviction depend on slot order
+        if self.logits is not None:
+            return _weights(self.logits, None if beyond is None else beyond.view(B, H, G, 1), power).mean(2)
         keys = self._keys.float().transpose(-1, -2)
-        if T == 1 and not self._has_empty:
-            logits = (queries.view(B, H, G, D).float() * self._scale) @ keys
-            return _weights(logits, None if beyond is None else beyond.view(B, H, G, 1), power).mean(2)
         total = keys.new_zeros(B, H, N)
         earliest = self._positions.amin((0, 1))
         counts = query_weights(query_positions, decay=decay)
