@@ -1,5 +1,6 @@
 """The page of a diagnosis: what is on it, that texts on it are texts, and how it behaves in a browser."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import torch
 from letters import letter_tokenizer
 
 from kvkeep.evaluate.diagnose import Events, diagnose
+from kvkeep.evaluate.rows import read_rows, read_samples
 from kvkeep.recorder import Branch, Item
 from kvkeep.report import write_diagnosis
+from kvkeep.report.diagnosis import render
 
 TEXT = "<b>It was</b> the best & worst of times. </script><script>document.title = 'taken'</script><!-- " * 2
 
@@ -32,6 +35,15 @@ def test_the_page_stands_alone_and_escapes_what_it_shows(page):
     assert html.count("<script") == 2 and html.count("</script>") == 2 and "<!--" not in html
     assert "tiny &lt;i&gt;" in html and "<i>" not in html
     assert "http://www.w3.org/2000/svg" in html and html.count("http") == 1
+
+
+def test_the_page_shows_the_arms_that_have_rows(page):
+    """A folder keeps the samples of a run that named other policies."""
+    folder = page.parent
+    rows, samples = read_rows(folder / "rows.jsonl"), read_samples(folder / "samples.jsonl")
+    views = [json.loads(file.read_text()) for file in (folder / "views").glob("*.json")]
+    without = render([row for row in rows if row.policy != "tova"], samples, views)
+    assert '"tova"' in page.read_text() and "tova" not in without
 
 
 def test_an_empty_folder_has_no_page(tmp_path):

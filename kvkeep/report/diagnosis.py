@@ -55,8 +55,9 @@ def render(rows: Sequence[Row], samples: Sequence[Mapping[str, Any]], views: Seq
     arms = grouped(rows, lambda row: Arm(row.policy, row.budget))
     measured = {row.metric for row in rows}
     columns = [column for column in _COLUMNS if column[0] in measured]
-    told = grouped(samples, lambda sample: Arm(sample["policy"], sample["budget"]))
-    shown = sorted(views, key=lambda view: list(told).index(Arm(view["policy"], view["budget"])))
+    # a folder may hold more than the rows are of: runs that named other policies, or were stopped
+    told = {arm: found for arm, found in grouped(samples, _arm_of).items() if arm in arms}
+    shown = sorted((view for view in views if _arm_of(view) in told), key=lambda view: list(told).index(_arm_of(view)))
     data = {"arms": [_arm(*found) for found in told.items()], "views": shown}
     table = [(arm, _cells(found, columns)) for arm, found in arms.items()]
     return (
@@ -70,10 +71,14 @@ def render(rows: Sequence[Row], samples: Sequence[Mapping[str, Any]], views: Seq
             headings=[heading for _, heading, _ in columns],
             budgets=grouped(table, lambda line: line[0].budget),
             first=rows[0],
-            has_views=bool(views),
+            has_views=bool(shown),
             origins=origins(rows),
         )
     )
+
+
+def _arm_of(named: Mapping[str, Any]) -> Arm:
+    return Arm(named["policy"], named["budget"])
 
 
 def _embedded(value: Any) -> str:
