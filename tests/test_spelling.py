@@ -54,7 +54,7 @@ def test_equal_policies_have_one_spelling():
     assert spelled("lorekv( steps = 4,futures=4 )") == "lorekv(steps=4)"
     assert spelled("lorekv(objective='mass', futures=1)") == "lorekv(futures=1, objective=mass)"
     assert spelled("lorekv(futures=4)") == spelled("lorekv") == "lorekv"
-    assert spelled("tiered( lorekv(steps=4,futures=4), q = .5)") == "tiered(lorekv(steps=4), q=0.5)"
+    assert spelled("tiered( lorekv(steps=4,futures=4), q = .7)") == "tiered(lorekv(steps=4), q=0.7)"
     assert spelled("tiered(h2o, bits=2)") == spelled("tiered(of=h2o)") == "tiered"
     assert spelled("tiered(h2o(decay=0.9))") == "tiered(h2o(decay=0.9))"
     for text in (
