@@ -12,7 +12,7 @@ import torch
 
 import kvkeep
 from kvkeep import POLICIES, KVCache
-from kvkeep.evaluate.rows import Row, bootstrap, manifest, write_rows
+from kvkeep.evaluate.rows import manifest, mean_row, write_rows
 from kvkeep.evaluate.tasks import demo_document
 
 CHUNKS = (64, 256)
@@ -57,15 +57,10 @@ def main() -> None:
         found = [agreements(model, prompt, name) for prompt in prompts]
         for chunk, each in zip(CHUNKS, zip(*found, strict=True), strict=True):
             first, mean = zip(*each, strict=True)
-            bounds = bootstrap(mean)
             rows.append(
-                Row(
-                    metric="kept_in_chunks_as_in_one_piece",
-                    value=sum(mean) / len(mean),
-                    low=bounds.low,
-                    high=bounds.high,
-                    interval=bounds.method,
-                    n=len(mean),
+                mean_row(
+                    "kept_in_chunks_as_in_one_piece",
+                    mean,
                     policy=name,
                     budget="25%",
                     length=options.tokens,

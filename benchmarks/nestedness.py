@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import kvkeep
 from kvkeep import KVCache
 from kvkeep.evaluate.prompts import encode
-from kvkeep.evaluate.rows import Row, bootstrap, manifest, write_rows
+from kvkeep.evaluate.rows import manifest, mean_row, write_rows
 from kvkeep.evaluate.tasks import generate
 
 NUM_CANDIDATES = 7
@@ -102,15 +102,10 @@ def main() -> None:
         found = [study(model, tokenizer, task, index, options.tokens) for index in range(options.prompts)]
         for metric in METRICS:
             values = [one[metric] for one in found]
-            bounds = bootstrap(values)
             rows.append(
-                Row(
-                    metric=metric,
-                    value=sum(values) / len(values),
-                    low=bounds.low,
-                    high=bounds.high,
-                    interval=bounds.method,
-                    n=len(values),
+                mean_row(
+                    metric,
+                    values,
                     task=task,
                     length=options.tokens,
                     question="inside",

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvkeep.evaluate.rows import Row, bootstrap, manifest, read_samples, write_rows
+from kvkeep.evaluate.rows import Row, manifest, mean_row, read_samples, write_rows
 from kvkeep.policies import spelled
 
 # by policy and budget, and in each by prompt
@@ -41,15 +41,10 @@ def row_of(samples: Samples, budget: str, policy: str, other: str, stamp: Mappin
     ours, theirs = samples[policy, budget], samples[other, budget]
     prompts = sorted(ours.keys() & theirs.keys())
     gained = [gain for prompt in prompts for gain in gains(ours[prompt], theirs[prompt])]
-    bounds = bootstrap(gained)
     their_bytes = fmean(theirs[prompt]["cache_bytes"] for prompt in prompts)
-    return Row(
-        metric="future_missed_mass_saved" if "layers" in ours[prompts[0]] else "accuracy_gained",
-        value=fmean(gained),
-        low=bounds.low,
-        high=bounds.high,
-        interval=bounds.method,
-        n=len(gained),
+    return mean_row(
+        "future_missed_mass_saved" if "layers" in ours[prompts[0]] else "accuracy_gained",
+        gained,
         policy=policy,
         budget=budget,
         cache_bytes=fmean(ours[prompt]["cache_bytes"] for prompt in prompts),

@@ -26,7 +26,7 @@ from kvkeep import KVCache
 from kvkeep.corpus import Reading, harvest
 from kvkeep.evaluate.agreement import METRICS, compare
 from kvkeep.evaluate.prompts import encode
-from kvkeep.evaluate.rows import Row, bootstrap, manifest, write_rows
+from kvkeep.evaluate.rows import Row, manifest, mean_row, write_rows
 from kvkeep.evaluate.run import end_tokens
 from kvkeep.evaluate.speed import bench, held_bytes
 from kvkeep.evaluate.stock import DYNAMIC, QUANTIZED, stock_cache
@@ -123,15 +123,9 @@ def agreement(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterat
 def rows_of(metric: str, arms: Arms) -> Iterator[Row]:
     full_bytes = fmean(found.size for found in arms["full", "full"])
     for (policy, budget), found in arms.items():
-        values = [one.value for one in found]
-        bounds = bootstrap(values)
-        yield Row(
-            metric=metric,
-            value=fmean(values),
-            low=bounds.low,
-            high=bounds.high,
-            interval=bounds.method,
-            n=len(values),
+        yield mean_row(
+            metric,
+            [one.value for one in found],
             policy=policy,
             budget=budget,
             cache_bytes=fmean(one.size for one in found),

@@ -264,14 +264,17 @@ class TieredLayer(KVLayer):
 
     def _num_windows(self) -> Int[Tensor, " B"]:
         """Windows that are whole and not recent."""
-        budget = self.plan.budget
-        behind = (self._lengths - budget.sinks - budget.recent).clamp(min=0)
-        return torch.div(behind, self._tiers.window, rounding_mode="floor")
+        return torch.div(self._num_ranked, self._tiers.window, rounding_mode="floor")
 
     def _num_waiting(self) -> Int[Tensor, " B"]:
         """Tokens that are not recent and too few for one more window."""
+        return self._num_ranked % self._tiers.window
+
+    @property
+    def _num_ranked(self) -> Int[Tensor, " B"]:
+        """Tokens seen that are neither sinks nor recent."""
         budget = self.plan.budget
-        return (self._lengths - budget.sinks - budget.recent).clamp(min=0) % self._tiers.window
+        return (self._lengths - budget.sinks - budget.recent).clamp(min=0)
 
     def _num_in_slots(self) -> Int[Tensor, " B"]:
         """Windows in slots, of the head that has most."""

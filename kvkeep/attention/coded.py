@@ -13,7 +13,7 @@ from torch import Tensor
 from ..slots import EMPTY, Slots
 from ..windows import Codec
 from . import kernel
-from .parts import Part, attend_part, hide, merged
+from .parts import Part, attend_part, hide, merged, part_of
 from .streamed import query_weights, visible
 
 # fp32 numbers of a block's keys in all sequences and heads: they stay within a processor's cache
@@ -55,7 +55,7 @@ def read_blocks(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, s
     whole, kept = None, []
     for part, logits in _blocks(queries, coded, codec, scale):
         values = codec.values(coded, part).flatten(2, 3).to(logits.dtype)
-        one = Part(logits.softmax(-1) @ values, logits.logsumexp(-1, keepdim=True))
+        one = part_of(logits, values)
         whole = one if whole is None else merged(whole, one)
         if queries.shape[2] <= kernel.MOST_QUERIES:
             kept.append(logits)
@@ -95,11 +95,11 @@ class CodedAttention:
         logits: Float[Tensor, "B H G N"] | None = None,
     ) -> Float[Tensor, "B HG T Dv"]:
         """Attention over slots and windows together, in one softmax; `logits` are those over the slots, if known."""
-        with torch.autocast(queries.device.type, enabled=False):
-            if logits is None:
-                near = _attend_slots(queries, keys, values, positions, self._query_positions, self._scale)
-            else:
-                near = Part(logits.softmax(-1) @ values.float(), logits.logsumexp(-1, keepdim=True))
+        if logits is None:
+            near = _attend_slots(queries, keys, values, positions, self._query_positions, self._scale)
+        else:
+            with torch.autocast(queries.device.type, enabled=False):
+                near = part_of(logits, values.float())
         whole = merged(near, self._part)
         self._logsum = whole.logsum
         return whole.output.reshape(*self._shape[:3], -1).to(queries.dtype)

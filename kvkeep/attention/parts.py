@@ -29,7 +29,12 @@ def attend_part(
     # an autocast around the model must not round parts that are merged
     with torch.autocast(queries.device.type, enabled=False):
         logits = hide((queries.to(dtype) * scale) @ keys.to(dtype).mT, hidden)
-        return Part(logits.softmax(-1) @ values.to(dtype), logits.logsumexp(-1, keepdim=True))
+        return part_of(logits, values.to(dtype))
+
+
+def part_of(logits: Float[Tensor, "B H X N"], values: Float[Tensor, "B H N Dv"]) -> Part:
+    """Attention with these logits."""
+    return Part(logits.softmax(-1) @ values, logits.logsumexp(-1, keepdim=True))
 
 
 def hide(logits: Tensor, hidden: Bool[Tensor, "..."] | None) -> Tensor:

@@ -24,7 +24,7 @@ from ..selection import protected, survivors
 from ..slots import Slots
 from ..target import target
 from ..trace import Trace, TraceIndex, Traces
-from .rows import Row, bootstrap
+from .rows import Row, mean_row
 
 METRIC, RECALL = "kept_future", "teacher_recall"
 # the task of a row over all sources of prompts
@@ -143,16 +143,11 @@ class Replay:
 
     def _row(self, group: "Sequence[_Kept]", index: TraceIndex, naming: Mapping[str, Any]) -> Row:
         values = [float(kept.shares.mean()) for kept in group]
-        bounds = bootstrap(values)
         heads = torch.stack([kept.shares for kept in group]).mean(0)
-        return Row(
+        return mean_row(
+            self.metric,
+            values,
             **naming,
-            metric=self.metric,
-            value=fmean(values),
-            low=bounds.low,
-            high=bounds.high,
-            interval=bounds.method,
-            n=len(group),
             policy=group[0].policy,
             budget=group[0].budget,
             length=round(fmean(kept.num_tokens for kept in group)),

@@ -218,6 +218,20 @@ def bootstrap(values: Sequence[float | int], resamples: int = 2000, seed: int = 
     return bootstrap_ratio(values, [1] * len(values), resamples, seed)
 
 
+def mean_row(metric: str, values: Sequence[float | int], **common: Any) -> Row:
+    """The mean of values with its bootstrap interval; `common` holds the row's other fields."""
+    bounds = bootstrap(values)
+    return Row(
+        metric=metric,
+        value=fmean(values),
+        low=bounds.low,
+        high=bounds.high,
+        interval=bounds.method,
+        n=len(values),
+        **common,
+    )
+
+
 def bootstrap_ratio(
     above: Sequence[float | int], below: Sequence[float | int], resamples: int = 2000, seed: int = 0
 ) -> Interval:
