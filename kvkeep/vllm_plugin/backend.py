@@ -1,0 +1,170 @@
+"""The attention backend that vLLM gets in place of its own for the CPU."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from vllm import _custom_ops as kernels
+from vllm import envs
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from ..fingerprint import fingerprint
+from ..layer import Plan
+from .layers import INSTRUCTIONS, Decoding, Prompt, ServedLayer, Step
+from .pages import Pages, PageShape
+from .refusals import refuse_layer, refuse_unsupported
+from .settings import Settings
+from .spec import PageSpec
+
+
+class Backend(AttentionBackend):
+    """Attention over pages, one for each request and layer, each KV head with tokens of its own."""
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = CPUAttentionBackend.supported_dtypes
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return CPUAttentionBackend.get_name()
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return CPUAttentionBackend.get_supported_head_sizes()
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return CPUAttentionBackend.supported_kv_cache_layouts()
+
+    @staticmethod
+    def get_impl_cls() -> type["Implementation"]:
+        return Implementation
+
+    @staticmethod
+    def get_builder_cls() -> type["Builder"]:
+        return Builder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> PageSpec:
+        """The page of a request in place of blocks of tokens."""
+        return PageSpec.of(_shape(spec.num_kv_heads, spec.head_size, spec.dtype), spec)
+
+
+class Builder(AttentionMetadataBuilder[Step]):
+    """Sorts the requests of a step into prompts and those that decode."""
+
+    def __init__(self, kv_cache_spec: PageSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        settings = _settings()
+        self._tokens = settings.tokens
+        self._heads = kv_cache_spec.num_kv_heads
+        self._group = _group(vllm_config)
+        self._head_size = kv_cache_spec.head_size
+        self._dtype = vllm_config.model_config.dtype
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
+        common = common_attn_metadata
+        starts = common.query_start_loc.long()
+        first, last = starts[:-1], starts[1:]
+        seen = common.seq_lens - (last - first).to(common.seq_lens.dtype)
+        pages = common.block_table_tensor[:, 0].long()
+        # a prompt's last piece may be a single token, which is read as decoding reads it
+        decodes = (last - first == 1) & (seen > 0)
+        rest = torch.stack([first, last, pages, seen.long()], dim=1)[~decodes]
+        prompts = [Prompt(*numbers) for numbers in rest.tolist() if numbers[1] > numbers[0]]
+        decoding = self._decoding(first[decodes], pages[decodes], seen[decodes]) if bool(decodes.any()) else None
+        return Step(prompts, decoding)
+
+    def _decoding(self, tokens: Tensor, pages: Tensor, seen: Tensor) -> Decoding:
+        heads = torch.arange(self._heads)
+        count = len(tokens) * self._heads
+        holds = (seen.clamp(max=self._tokens) + 1).to(torch.int32).repeat_interleave(self._heads)
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        return Decoding(
+            tokens=tokens,
+            pages=pages,
+            seen=seen.to(torch.int32),
+            holds=holds,
+            starts=starts,
+            table=(pages[:, None] * self._heads + heads).to(torch.int32).view(-1, 1),
+            schedule=kernels.cpu_attn_get_scheduler_metadata(
+                num_reqs=count,
+                num_heads=self._group,
+                num_kv_heads=1,
+                head_dim=self._head_size,
+                seq_lens=holds,
+                dtype=self._dtype,
+                query_start_loc=starts,
+                causal=True,
+                sliding_window_size=-1,
+                isa=INSTRUCTIONS,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            ),
+            full=bool((seen >= self._tokens).all()),
+        )
+
+
+class Implementation(AttentionImpl):
+    """One layer's attention."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kwargs: Any):
+        refuse_layer(*args, **kwargs)
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale = float(scale)
+        self._config = get_current_vllm_config()
+        refuse_unsupported(self._config, _settings())
+        self._served: ServedLayer | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Step | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend and evict; see `AttentionImpl.forward`."""
+        if attn_metadata is None:
+            # vLLM measures memory, with nothing in it
+            return output
+        if self._served is None:
+            self._served = self._layer(layer.layer_name, kv_cache)
+        self._served.attend(query, key, value, self.scale, attn_metadata, output)
+        return output
+
+    def _layer(self, name: str, memory: Tensor) -> ServedLayer:
+        settings, text = _settings(), _text_config(self._config)
+        shape = _shape(self.num_kv_heads, self.head_size, self._config.model_config.dtype)
+        plan = Plan(text, settings.policy, settings.budget, text.num_hidden_layers, None)
+        return ServedLayer(plan, extract_layer_index(name), Pages(memory, shape), settings.tokens)
+
+
+def _settings() -> Settings:
+    settings = Settings.read()
+    assert settings is not None, "the backend is registered where a policy is set"
+    return settings
+
+
+def _text_config(config: VllmConfig) -> PretrainedConfig:
+    return config.model_config.hf_text_config
+
+
+def _group(config: VllmConfig) -> int:
+    parallel = config.parallel_config
+    return config.model_config.get_num_attention_heads(parallel) // config.model_config.get_num_kv_heads(parallel)
+
+
+def _shape(heads: int, head_size: int, dtype: torch.dtype) -> PageShape:
+    settings = _settings()
+    return PageShape.of(settings.policy, settings.tokens, heads=heads, head_size=head_size, dtype=dtype)
