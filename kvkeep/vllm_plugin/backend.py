@@ -13,9 +13,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from ..fingerprint import fingerprint
 from ..layer import Plan
-from .layers import INSTRUCTIONS, Decoding, Prompt, ServedLayer, Step
+from .layers import INSTRUCTIONS, Decoding, Prompt, Sequences, ServedLayer, Step
 from .pages import Pages, PageShape
 from .refusals import refuse_layer, refuse_unsupported
 from .settings import Settings
@@ -78,37 +77,43 @@ class Builder(AttentionMetadataBuilder[Step]):
         # a prompt's last piece may be a single token, which is read as decoding reads it
         decodes = (last - first == 1) & (seen > 0)
         rest = torch.stack([first, last, pages, seen.long()], dim=1)[~decodes]
-        prompts = [Prompt(*numbers) for numbers in rest.tolist() if numbers[1] > numbers[0]]
+        prompts = [self._prompt(*numbers) for numbers in rest.tolist() if numbers[1] > numbers[0]]
         decoding = self._decoding(first[decodes], pages[decodes], seen[decodes]) if bool(decodes.any()) else None
         return Step(prompts, decoding)
 
+    def _prompt(self, first: int, last: int, page: int, seen: int) -> Prompt:
+        starts = torch.tensor([0, last - first], dtype=torch.int32)
+        holds = torch.tensor([min(seen, self._tokens) + last - first], dtype=torch.int32)
+        return Prompt(first, last, page, seen, self._sequences(starts, holds, self._heads))
+
     def _decoding(self, tokens: Tensor, pages: Tensor, seen: Tensor) -> Decoding:
         heads = torch.arange(self._heads)
-        count = len(tokens) * self._heads
         holds = (seen.clamp(max=self._tokens) + 1).to(torch.int32).repeat_interleave(self._heads)
-        starts = torch.arange(count + 1, dtype=torch.int32)
+        starts = torch.arange(len(holds) + 1, dtype=torch.int32)
         return Decoding(
             tokens=tokens,
             pages=pages,
             seen=seen.to(torch.int32),
-            holds=holds,
-            starts=starts,
+            heads=self._sequences(starts, holds, 1),
             table=(pages[:, None] * self._heads + heads).to(torch.int32).view(-1, 1),
-            schedule=kernels.cpu_attn_get_scheduler_metadata(
-                num_reqs=count,
-                num_heads=self._group,
-                num_kv_heads=1,
-                head_dim=self._head_size,
-                seq_lens=holds,
-                dtype=self._dtype,
-                query_start_loc=starts,
-                causal=True,
-                sliding_window_size=-1,
-                isa=INSTRUCTIONS,
-                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            ),
             full=bool((seen >= self._tokens).all()),
         )
+
+    def _sequences(self, starts: Tensor, holds: Tensor, heads: int) -> Sequences:
+        schedule = kernels.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(holds),
+            num_heads=heads * self._group,
+            num_kv_heads=heads,
+            head_dim=self._head_size,
+            seq_lens=holds,
+            dtype=self._dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=INSTRUCTIONS,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        )
+        return Sequences(starts, holds, schedule)
 
 
 class Implementation(AttentionImpl):

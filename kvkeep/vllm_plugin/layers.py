@@ -12,10 +12,18 @@ from vllm import _custom_ops as kernels
 
 from ..layer import KVLayer, Observation, Plan
 from ..slots import Slots
-from .pages import PagedSlots, Pages
+from .pages import MULTIPLE, PagedSlots, Pages, rounded_up
 
 # the layout of pages: vLLM's kernel has others for other instructions
 INSTRUCTIONS = "vec"
+
+
+class Sequences(NamedTuple):
+    """What vLLM's kernel wants to know of sequences: where their queries start, the keys of each, who does what."""
+
+    starts: Int[Tensor, " R+1"]
+    holds: Int[Tensor, " R"]
+    schedule: Tensor
 
 
 class Prompt(NamedTuple):
@@ -25,10 +33,11 @@ class Prompt(NamedTuple):
     last: int
     page: int
     seen: int
+    sequence: Sequences
 
 
 class Decoding(NamedTuple):
-    """The requests of a step that decode, and what vLLM's kernel wants to know of them, each KV head a sequence.
+    """The requests of a step that decode; for the kernel each of their KV heads is a sequence, and a page in `table`.
 
     `full` says that all of them hold as much as they may, and one token more for the moment.
     """
@@ -36,10 +45,8 @@ class Decoding(NamedTuple):
     tokens: Int[Tensor, " R"]
     pages: Int[Tensor, " R"]
     seen: Int[Tensor, " R"]
-    holds: Int[Tensor, " RH"]
-    starts: Int[Tensor, " RH+1"]
+    heads: Sequences
     table: Int[Tensor, "RH 1"]
-    schedule: Tensor
     full: bool
 
 
@@ -81,27 +88,11 @@ class DecodingLayer(KVLayer):
         return output[:, :, 0]
 
     def read(self, queries: Tensor, seen: Observation, scale: float, *, stock: bool = True) -> Tensor:
-        step, shape = self._step, self._pages.shape
+        step, pages = self._step, self._pages
         assert step is not None
-        flat = queries.reshape(len(step.holds), -1, shape.head_size)
-        output = torch.empty_like(flat)
-        kernels.cpu_attention_with_kv_cache(
-            query=flat,
-            key_cache=self._as_sequences(self._pages.turned_keys),
-            value_cache=self._as_sequences(self._pages.values),
-            output=output,
-            query_start_loc=step.starts,
-            seq_lens=step.holds,
-            scale=scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=step.table,
-            softcap=0,
-            scheduler_metadata=step.schedule,
-            s_aux=None,
-        )
-        return output.view(queries.shape)
+        flat = queries.reshape(len(step.table), -1, pages.shape.head_size)
+        keys, values = self._as_sequences(pages.turned_keys), self._as_sequences(pages.values)
+        return _attend(flat, keys, values, step.table, step.heads, scale).view(queries.shape)
 
     def _observe(
         self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float | None
@@ -116,6 +107,26 @@ class DecodingLayer(KVLayer):
         size = (rows, 1, shape.capacity, shape.head_size)
         cell = array.stride(1)
         return array.as_strided(size, (cell, cell, shape.head_size, 1))
+
+
+class PromptLayer(KVLayer):
+    """A KVLayer that reads several new tokens of one sequence by vLLM's kernel."""
+
+    def __init__(self, plan: Plan, index: int, sequence: Sequences):
+        super().__init__(plan, index, 0)
+        self._sequence = sequence
+
+    def read(self, queries: Tensor, seen: Observation, scale: float, *, stock: bool = True) -> Tensor:
+        slots, sequence = seen.slots, self._sequence
+        keys, values = (array[0].transpose(0, 1) for array in (slots.keys, slots.values))
+        length, heads, size = keys.shape
+        capacity = rounded_up(length, MULTIPLE)
+        # the kernel multiplies what is behind the last slot by zero, so it must be finite
+        block = keys.new_zeros(2, 1, heads, capacity, size)
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        kernels.cpu_attn_reshape_and_cache(keys, values, block[0], block[1], torch.arange(length), INSTRUCTIONS)
+        output = _attend(queries[0].transpose(0, 1).contiguous(), block[0], block[1], table, sequence, scale)
+        return output.transpose(0, 1)[None]
 
 
 class ServedLayer:
@@ -148,7 +159,7 @@ class ServedLayer:
     def _read_prompt(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, prompt: Prompt
     ) -> Float[Tensor, "1 HG T D"]:
-        layer = KVLayer(self._plan, self._index, 0)
+        layer = PromptLayer(self._plan, self._index, prompt.sequence)
         held = self._pages.prompt(prompt.page, min(prompt.seen, self._tokens))
         if held is not None:
             lengths = torch.tensor([prompt.seen], dtype=torch.int32, device=keys.device)
@@ -158,3 +169,27 @@ class ServedLayer:
         assert isinstance(layer.slots, Slots)
         self._pages.store_prompt(prompt.page, layer.slots)
         return output
+
+
+def _attend(
+    queries: Float[Tensor, "T HG D"], keys: Tensor, values: Tensor, table: Tensor, sequences: Sequences, scale: float
+) -> Float[Tensor, "T HG D"]:
+    """Causal attention by vLLM's kernel, over blocks `[P, H, N, D]` of its own layout that `table` names."""
+    output = torch.empty_like(queries)
+    kernels.cpu_attention_with_kv_cache(
+        query=queries,
+        key_cache=keys,
+        value_cache=values,
+        output=output,
+        query_start_loc=sequences.starts,
+        seq_lens=sequences.holds,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=0,
+        scheduler_metadata=sequences.schedule,
+        s_aux=None,
+    )
+    return output

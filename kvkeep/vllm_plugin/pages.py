@@ -15,13 +15,14 @@ from functools import cached_property
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..policies import Policy
 from ..slots import EMPTY, Slots
 
 _NUMBER = 4
 # vLLM's CPU kernel takes slots in blocks of so many
-_MULTIPLE = 32
+MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class PageShape:
     @classmethod
     def of(cls, policy: Policy, tokens: int, *, heads: int, head_size: int, dtype: torch.dtype) -> "PageShape":
         """The page for so many tokens kept, and the next one."""
-        capacity = _rounded_up(tokens + 1, _MULTIPLE)
+        capacity = rounded_up(tokens + 1, MULTIPLE)
         # those that have streams for query heads need the rotation too, and are refused
         streams = tuple(policy.streams(heads, 1, head_size).items())
         return cls(heads, capacity, head_size, dtype, policy.side, streams)
@@ -56,7 +57,7 @@ class PageShape:
     def slot_bytes(self) -> int:
         """Bytes of one slot of one head, with its part of the streams."""
         numbers = (1 + len(self.side)) * _NUMBER
-        streams = _rounded_up(self.stream_numbers * _NUMBER, self.capacity * _NUMBER) // self.capacity
+        streams = rounded_up(self.stream_numbers * _NUMBER, self.capacity * _NUMBER) // self.capacity
         return 2 * self.head_size * self.dtype.itemsize + numbers + streams
 
     @property
@@ -113,6 +114,8 @@ class Pages:
         held = slots.kept
         self.keys[page, :, :held] = slots.keys[0, :, first:]
         self.values[page, :, :held] = slots.values[0, :, first:]
+        # kernels multiply what is empty by zero, so it must be finite
+        self.values[page, :, held:] = 0
         positions, side = _named(self.numbers[page : page + 1], self.shape)
         positions[..., :held] = slots.positions[..., first:]
         positions[..., held:] = EMPTY
@@ -120,7 +123,8 @@ class Pages:
             array[..., :held] = slots.side(name)[..., first:]
         if self.shape.streams:
             flat = torch.cat([slots.streams[name].flatten() for name, _ in self.shape.streams])
-            self.streams[page].view(-1)[: len(flat)] = flat
+            cells = self.streams[page]
+            cells.copy_(pad(flat, (0, cells.numel() - len(flat))).view(cells.shape))
 
 
 class PagedSlots(Slots):
@@ -196,5 +200,5 @@ def _named_streams(numbers: Float[Tensor, "R H S"], shape: PageShape) -> dict[st
     return named
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

@@ -24,7 +24,9 @@ def refuse_unsupported(config: VllmConfig, settings: Settings) -> None:
     if kinds != {_FULL}:
         raise ValueError(f"kvkeep: {text.model_type} has layers of other kinds than full attention: {sorted(kinds)}")
     if config.parallel_config.tensor_parallel_size > 1 and isinstance(settings.policy, LearnedPolicy | Random):
-        raise ValueError(f"kvkeep: policy {settings.name!r} differs from head to head, which tensor parallel cuts apart")
+        raise ValueError(
+            f"kvkeep: policy {settings.name!r} differs from head to head, which tensor parallel cuts apart"
+        )
     settings.policy.check(fingerprint(text), list(range(text.num_hidden_layers)))
 
 
@@ -38,7 +40,7 @@ def refuse_layer(
     sinks: Any = None,
     **others: Any,
 ) -> None:
-    """ValueError for attention that is not softmax over all earlier tokens with keys and values as the model has them."""
+    """ValueError for attention that is not plain softmax over all earlier tokens."""
     found = {
         "ALiBi": alibi_slopes is not None,
         "a sliding window": sliding_window is not None,

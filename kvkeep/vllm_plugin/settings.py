@@ -45,7 +45,9 @@ class Settings:
                 raise ValueError(f"{BUDGET} is set and {POLICY} is not: name a policy, or unset both")
             return None
         if not given.get(BUDGET):
-            raise ValueError(f"{POLICY} is set and {BUDGET} is not: say how many tokens each KV head keeps, such as 1024")
+            raise ValueError(
+                f"{POLICY} is set and {BUDGET} is not: say how many tokens each KV head keeps, such as 1024"
+            )
         return cls.parse(given[POLICY], given[BUDGET], given.get(SINKS, "4"), given.get(RECENT, "16"))
 
     @classmethod
@@ -55,8 +57,8 @@ class Settings:
         parsed = Budget.parse(budget, **protected)
         if parsed.tokens is None:
             raise ValueError(
-                f"a server reserves the same slots for every request, so its budget is a number of tokens, got {budget!r}; "
-                "write 1024"
+                "a server reserves the same slots for every request, so its budget is a number of tokens, such as "
+                f"1024; got {budget!r}"
             )
         made = make_policy(policy)
         _refuse_unservable(policy, made)
