@@ -15,6 +15,7 @@ from .lm_eval import lm_eval
 from .models import models
 from .replay import replay
 from .report import report
+from .serve import serve
 from .solve import solve
 from .trace import trace
 from .train import app as train
@@ -47,6 +48,8 @@ app.command()(agreement)
 app.command()(diagnose)
 app.command()(solve)
 app.command()(bench)
+# what it does not know is vLLM's
+app.command(context_settings={"ignore_unknown_options": True})(serve)
 app.command()(trace)
 app.command()(replay)
 app.command()(report)

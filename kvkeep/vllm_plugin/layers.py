@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from vllm import _custom_ops as kernels
 
-from ..layer import KVLayer, Observation, Plan
+from ..layer import KVLayer, Plan
+from ..policies import Observation
 from ..slots import Slots
 from .pages import MULTIPLE, PagedSlots, Pages, rounded_up
 
@@ -147,14 +148,13 @@ class ServedLayer:
         output: Float[Tensor, "T HG D"],
     ) -> None:
         """Attention of one forward's tokens, written into `output`; the pages are within their budget behind it."""
-        arrays = (queries, keys, values)
         if step.decoding is not None:
             at = step.decoding.tokens
-            output[at] = self._decoding.decode(*(array[at] for array in arrays), scale, step.decoding)
+            output[at] = self._decoding.decode(queries[at], keys[at], values[at], scale, step.decoding)
         for prompt in step.prompts:
             part = slice(prompt.first, prompt.last)
-            new = (array[part].transpose(0, 1)[None] for array in arrays)
-            output[part] = self._read_prompt(*new, scale, prompt)[0].transpose(0, 1)
+            q, k, v = (array[part].transpose(0, 1)[None] for array in (queries, keys, values))
+            output[part] = self._read_prompt(q, k, v, scale, prompt)[0].transpose(0, 1)
 
     def _read_prompt(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, prompt: Prompt

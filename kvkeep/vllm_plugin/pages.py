@@ -69,6 +69,10 @@ class PageShape:
     def cell_bytes(self) -> int:
         return self.capacity * self.slot_bytes
 
+    @property
+    def page_bytes(self) -> int:
+        return self.heads * self.cell_bytes
+
 
 class Pages:
     """One layer's pages, as views of its memory.
@@ -149,11 +153,11 @@ class PagedSlots(Slots):
         self.holes = self.occupied.byte().argmin(-1)
 
     @cached_property
-    def keys(self) -> Float[Tensor, "R H N D"]:  # type: ignore[override]
+    def keys(self) -> Float[Tensor, "R H N D"]:
         return self._pages.turned_keys[self._rows, :, :, : self.length].mT
 
     @cached_property
-    def values(self) -> Float[Tensor, "R H N D"]:  # type: ignore[override]
+    def values(self) -> Float[Tensor, "R H N D"]:
         return self._pages.values[self._rows, :, : self.length]
 
     def store(self) -> None:
@@ -181,7 +185,7 @@ def _bytes(memory: Tensor, shape: PageShape) -> UInt8[Tensor, "P H C"]:
     P, H = memory.shape[:2]
     size = memory.element_size()
     strides = [stride * size for stride in memory.stride()[:2]]
-    raw = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.untyped_storage())  # type: ignore[call-overload]
+    raw = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.untyped_storage())
     return raw.as_strided((P, H, shape.cell_bytes), (*strides, 1), memory.storage_offset() * size)
 
 
