@@ -4,9 +4,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-from vllm import _custom_ops as kernels
-from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
@@ -14,11 +11,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..layer import Plan
-from .layers import INSTRUCTIONS, Decoding, Prompt, Sequences, ServedLayer, Step
+from .layers import ServedLayer
 from .pages import Pages, PageShape
 from .refusals import refuse_layer, refuse_unsupported
 from .settings import Settings
 from .spec import PageSpec
+from .steps import Step, Steps
 
 
 class Backend(AttentionBackend):
@@ -55,65 +53,21 @@ class Backend(AttentionBackend):
 
 
 class Builder(AttentionMetadataBuilder[Step]):
-    """Sorts the requests of a step into prompts and those that decode."""
+    """Says of each forward which requests are prompts and which decode."""
 
     def __init__(self, kv_cache_spec: PageSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        settings = _settings()
-        self._tokens = settings.tokens
-        self._heads = kv_cache_spec.num_kv_heads
-        self._group = _group(vllm_config)
-        self._head_size = kv_cache_spec.head_size
-        self._dtype = vllm_config.model_config.dtype
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        heads = kv_cache_spec.num_kv_heads
+        group = model.get_num_attention_heads(parallel) // heads
+        self._steps = Steps(_settings().tokens, heads, group, kv_cache_spec.head_size, model.dtype)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:
+        """One forward; see `AttentionMetadataBuilder.build`."""
         common = common_attn_metadata
-        starts = common.query_start_loc.long()
-        first, last = starts[:-1], starts[1:]
-        seen = common.seq_lens - (last - first).to(common.seq_lens.dtype)
-        pages = common.block_table_tensor[:, 0].long()
-        # a prompt's last piece may be a single token, which is read as decoding reads it
-        decodes = (last - first == 1) & (seen > 0)
-        rest = torch.stack([first, last, pages, seen.long()], dim=1)[~decodes]
-        prompts = [self._prompt(*numbers) for numbers in rest.tolist() if numbers[1] > numbers[0]]
-        decoding = self._decoding(first[decodes], pages[decodes], seen[decodes]) if bool(decodes.any()) else None
-        return Step(prompts, decoding)
-
-    def _prompt(self, first: int, last: int, page: int, seen: int) -> Prompt:
-        starts = torch.tensor([0, last - first], dtype=torch.int32)
-        holds = torch.tensor([min(seen, self._tokens) + last - first], dtype=torch.int32)
-        return Prompt(first, last, page, seen, self._sequences(starts, holds, self._heads))
-
-    def _decoding(self, tokens: Tensor, pages: Tensor, seen: Tensor) -> Decoding:
-        heads = torch.arange(self._heads)
-        holds = (seen.clamp(max=self._tokens) + 1).to(torch.int32).repeat_interleave(self._heads)
-        starts = torch.arange(len(holds) + 1, dtype=torch.int32)
-        return Decoding(
-            tokens=tokens,
-            pages=pages,
-            seen=seen.to(torch.int32),
-            heads=self._sequences(starts, holds, 1),
-            table=(pages[:, None] * self._heads + heads).to(torch.int32).view(-1, 1),
-            full=bool((seen >= self._tokens).all()),
-        )
-
-    def _sequences(self, starts: Tensor, holds: Tensor, heads: int) -> Sequences:
-        schedule = kernels.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(holds),
-            num_heads=heads * self._group,
-            num_kv_heads=heads,
-            head_dim=self._head_size,
-            seq_lens=holds,
-            dtype=self._dtype,
-            query_start_loc=starts,
-            causal=True,
-            sliding_window_size=-1,
-            isa=INSTRUCTIONS,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-        )
-        return Sequences(starts, holds, schedule)
+        return self._steps.step(common.query_start_loc, common.seq_lens, common.block_table_tensor[:, 0].long())
 
 
 class Implementation(AttentionImpl):
@@ -149,7 +103,7 @@ class Implementation(AttentionImpl):
         return output
 
     def _layer(self, name: str, memory: Tensor) -> ServedLayer:
-        settings, text = _settings(), _text_config(self._config)
+        settings, text = _settings(), self._config.model_config.hf_text_config
         shape = _shape(self.num_kv_heads, self.head_size, self._config.model_config.dtype)
         plan = Plan(text, settings.policy, settings.budget, text.num_hidden_layers, None)
         return ServedLayer(plan, extract_layer_index(name), Pages(memory, shape), settings.tokens)
@@ -159,15 +113,6 @@ def _settings() -> Settings:
     settings = Settings.read()
     assert settings is not None, "the backend is registered where a policy is set"
     return settings
-
-
-def _text_config(config: VllmConfig) -> PretrainedConfig:
-    return config.model_config.hf_text_config
-
-
-def _group(config: VllmConfig) -> int:
-    parallel = config.parallel_config
-    return config.model_config.get_num_attention_heads(parallel) // config.model_config.get_num_kv_heads(parallel)
 
 
 def _shape(heads: int, head_size: int, dtype: torch.dtype) -> PageShape:

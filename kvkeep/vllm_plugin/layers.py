@@ -3,10 +3,8 @@
 R requests that decode, T new tokens of a prompt, H KV heads, G query heads per KV head, D head size.
 """
 
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from vllm import _custom_ops as kernels
 
@@ -14,48 +12,7 @@ from ..layer import KVLayer, Plan
 from ..policies import Observation
 from ..slots import Slots
 from .pages import MULTIPLE, PagedSlots, Pages, rounded_up
-
-# the layout of pages: vLLM's kernel has others for other instructions
-INSTRUCTIONS = "vec"
-
-
-class Sequences(NamedTuple):
-    """What vLLM's kernel wants to know of sequences: where their queries start, the keys of each, who does what."""
-
-    starts: Int[Tensor, " R+1"]
-    holds: Int[Tensor, " R"]
-    schedule: Tensor
-
-
-class Prompt(NamedTuple):
-    """Tokens `first` to `last` of a step: the next ones of a request that has seen `seen`."""
-
-    first: int
-    last: int
-    page: int
-    seen: int
-    sequence: Sequences
-
-
-class Decoding(NamedTuple):
-    """The requests of a step that decode; for the kernel each of their KV heads is a sequence, and a page in `table`.
-
-    `full` says that all of them hold as much as they may, and one token more for the moment.
-    """
-
-    tokens: Int[Tensor, " R"]
-    pages: Int[Tensor, " R"]
-    seen: Int[Tensor, " R"]
-    heads: Sequences
-    table: Int[Tensor, "RH 1"]
-    full: bool
-
-
-class Step(NamedTuple):
-    """What one forward reads: prompts, and requests that decode (None where there are none)."""
-
-    prompts: list[Prompt]
-    decoding: Decoding | None
+from .steps import INSTRUCTIONS, Decoding, Prompt, Sequences, Step
 
 
 class DecodingLayer(KVLayer):
