@@ -153,6 +153,14 @@ def test_transformers_appears_where_it_is_met_and_nowhere_else() -> None:
     assert [found.place for found in IMPORTS if transformers_elsewhere(found)] == []
 
 
+def vllm_elsewhere(found: Import) -> bool:
+    return found.module.split(".")[0] == "vllm" and own_part(found.file) != "vllm_plugin"
+
+
+def test_vllm_appears_in_the_plugin_alone() -> None:
+    assert [found.place for found in IMPORTS if vllm_elsewhere(found)] == []
+
+
 def test_no_parts_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for found in INNER:
@@ -172,6 +180,7 @@ def test_no_parts_import_each_other_in_a_circle() -> None:
         ("policies/kvp.py", "from safetensors.torch import load_file", foreign_below_the_cache),
         ("chat.py", "from transformers import Cache", transformers_elsewhere),
         ("report/page.py", "import transformers.utils", transformers_elsewhere),
+        ("cli/serve.py", "def f():\n    import vllm", vllm_elsewhere),
     ],
 )
 def test_the_rules_see_what_breaks_them(file: str, source: str, broken: object) -> None:
@@ -215,7 +224,7 @@ for module in pkgutil.walk_packages(kvkeep.__path__, "kvkeep."):
     try:
         __import__(module.name)
     except ModuleNotFoundError as missing:
-        assert missing.name.split(".")[0] in ("lm_eval", "vllm", "triton"), missing
+        assert missing.name.split(".")[0] in ("lm_eval", "vllm", "prometheus_client"), missing
 after = world()
 assert before == after, [key for key in before if before[key] != after[key]]
 """

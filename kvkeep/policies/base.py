@@ -165,6 +165,16 @@ class Policy(ABC):
         """ValueError if this policy cannot serve a model (`kvkeep.fingerprint`) whose layers `layers` are managed."""
         return
 
+    def shard(self, index: int, count: int) -> "Policy":
+        """What worker `index` of `count` needs, each of which has as many neighbouring KV heads of every layer.
+
+        Default: all of it, for heads are alike.
+
+        Raises:
+            ValueError: where heads differ by more than a worker can know.
+        """
+        return self
+
     @property
     def look(self) -> Look | None:
         """The look-ahead it wants after a prompt that is over budget. Default: none."""

@@ -24,6 +24,11 @@ class Random(Policy):
 
     seed: int = 0
 
+    def shard(self, index: int, count: int) -> Policy:
+        if count > 1:
+            raise ValueError("random draws by the number of a head, which workers of tensor parallel do not know")
+        return self
+
     def score(self, seen: Observation) -> Float[Tensor, "B H N"]:
         return hashed_uniform(seen.slots.positions, self.seed + 1_000_003 * seen.layer)
 

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -123,6 +123,17 @@ class LearnedPolicy(Policy):
                 f"the policy {self.method} ({self.weights}) has weights for layers {self.file.layers}, and the layers "
                 f"to manage are {list(layers)}; train it on traces of all of them"
             )
+
+    def shard(self: Learned, index: int, count: int) -> Learned:
+        heads = self.file.fingerprint["number of KV heads"]
+        # more workers than heads share them
+        first, own = index * heads // count, max(1, heads // count)
+        agents = torch.arange(len(self.file.layers) * heads).view(-1, heads)[:, first : first + own].flatten()
+        # what has one dimension belongs to no agent
+        tensors = {name: array[agents] if array.ndim > 1 else array for name, array in self.file.tensors.items()}
+        architecture = {**self.file.architecture, "num_agents": len(agents)}
+        file = replace(self.file, tensors=tensors, architecture=architecture)
+        return replace(self, digest=None, trained=self.network_of(file))
 
 
 # one for each file, which is itself read once

@@ -1,16 +1,19 @@
 """The attention backend that vLLM gets in place of its own for the CPU."""
 
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..layer import Plan
+from ..policies import Policy
 from .layers import ServedLayer
 from .pages import Pages, PageShape
 from .refusals import refuse_layer, refuse_unsupported
@@ -105,10 +108,18 @@ class Implementation(AttentionImpl):
     def _layer(self, name: str, memory: Tensor) -> ServedLayer:
         settings, text = _settings(), self._config.model_config.hf_text_config
         shape = _shape(self.num_kv_heads, self.head_size, self._config.model_config.dtype)
-        plan = Plan(text, settings.policy, settings.budget, text.num_hidden_layers, None)
+        policy = _shard(settings.policy, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        plan = Plan(text, policy, settings.budget, text.num_hidden_layers, None)
         return ServedLayer(plan, extract_layer_index(name), Pages(memory, shape), settings.tokens)
 
 
+# one for all layers
+@lru_cache(maxsize=1)
+def _shard(policy: Policy, index: int, count: int) -> Policy:
+    return policy.shard(index, count) if count > 1 else policy
+
+
+@lru_cache(maxsize=1)
 def _settings() -> Settings:
     settings = Settings.read()
     assert settings is not None, "the backend is registered where a policy is set"

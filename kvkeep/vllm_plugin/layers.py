@@ -61,9 +61,9 @@ class DecodingLayer(KVLayer):
 
     def _as_sequences(self, array: Tensor) -> Float[Tensor, "PH 1 N D"]:
         shape = self._pages.shape
-        rows = self._pages.num_pages * shape.heads
-        size = (rows, 1, shape.capacity, shape.head_size)
-        cell = array.stride(1)
+        size = (self._pages.num_pages * shape.heads, 1, shape.capacity, shape.head_size)
+        # of a single head the stride may be anything
+        cell = array.stride(0) // shape.heads
         return array.as_strided(size, (cell, cell, shape.head_size, 1))
 
 

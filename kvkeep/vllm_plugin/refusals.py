@@ -1,16 +1,15 @@
 """What pages cannot serve, each refused in one sentence before a model is loaded."""
 
-import logging
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from ..fingerprint import fingerprint
-from ..policies.baselines import Random
-from ..policies.learned import LearnedPolicy
 from .settings import Settings
 
-logger = logging.getLogger("vllm.kvkeep")
+# a name that vLLM's logging lets through
+logger = init_logger("vllm.kvkeep")
 
 _FULL, _TYPES = "full_attention", "layer_types"
 
@@ -23,11 +22,13 @@ def refuse_unsupported(config: VllmConfig, settings: Settings) -> None:
     kinds = set(getattr(text, _TYPES, None) or [_FULL])
     if kinds != {_FULL}:
         raise ValueError(f"kvkeep: {text.model_type} has layers of other kinds than full attention: {sorted(kinds)}")
-    if config.parallel_config.tensor_parallel_size > 1 and isinstance(settings.policy, LearnedPolicy | Random):
-        raise ValueError(
-            f"kvkeep: policy {settings.name!r} differs from head to head, which tensor parallel cuts apart"
-        )
-    settings.policy.check(fingerprint(text), list(range(text.num_hidden_layers)))
+    if config.cache_config.enable_prefix_caching:
+        logger.warning_once("kvkeep: prefix caching is off, for no two requests keep the same tokens")
+    try:
+        settings.policy.shard(0, config.parallel_config.tensor_parallel_size)
+        settings.policy.check(fingerprint(text), list(range(text.num_hidden_layers)))
+    except ValueError as error:
+        raise ValueError(f"kvkeep: {error}") from error
 
 
 def refuse_layer(

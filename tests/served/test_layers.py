@@ -44,7 +44,8 @@ def policy_of(name: str) -> Policy:
 class Served:
     """Requests on pages of one layer, and each of them alone in a KVLayer."""
 
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32, num_pages: int = 8):
+    def __init__(self, name: str, dtype: torch.dtype = torch.float32, num_pages: int = 8, H: int = H):
+        self.heads = H
         policy = policy_of(name)
         plan = Plan(CONFIG, policy, Budget(tokens=TOKENS, sinks=2, recent=4), 3, None)
         self.shape = PageShape.of(policy, TOKENS, heads=H, head_size=D, dtype=dtype)
@@ -65,7 +66,9 @@ class Served:
 
     def step(self, counts: dict[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
         """So many new tokens for the request on each page: the served output, and that of the request alone."""
-        new = [(self.draw(H * G, n), self.draw(H, n), self.draw(H, n)) for n in counts.values()]
+        new = [
+            (self.draw(self.heads * G, n), self.draw(self.heads, n), self.draw(self.heads, n)) for n in counts.values()
+        ]
         starts = torch.tensor([0, *counts.values()]).cumsum(0).int()
         for page, count in counts.items():
             self.lengths[page] += count
@@ -110,6 +113,15 @@ def test_pages_keep_what_our_own_cache_keeps(name):
         for page in counts:
             assert served.kept(page) == served.kept_alone(page)
     assert any(len(served.kept(page)[0]) == TOKENS for page in (1, 3, 5))
+
+
+def test_a_worker_may_have_a_single_head():
+    served = Served("tova", H=1)
+    served.start(3)
+    for counts in [{3: 40}, *[{3: 1}] * 3]:
+        for ours, alone in served.step(counts):
+            torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
+        assert served.kept(3) == served.kept_alone(3)
 
 
 def test_a_page_that_is_taken_over_forgets_the_request_before():
