@@ -2,10 +2,12 @@
 
     python benchmarks/served.py answers --out results/vllm/answers
     python benchmarks/served.py speed --out results/vllm/speed
+    python benchmarks/served.py room --out results/vllm/room
 
 `answers`, in fp32: tokens equal to those of vLLM alone under a budget above the length, and to those of kvkeep under
 transformers where tokens are evicted. Both need to agree up to the first token that differs.
 `speed`: whole requests a second, engines side by side and in turns.
+`room`: requests of a length that find room at once, as vLLM computes it.
 """
 
 import argparse
@@ -145,9 +147,24 @@ def speed(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def room(options: argparse.Namespace) -> list[Row]:
+    """Rows of requests that vLLM says it has room for, beside vLLM alone."""
+    engine = {"dtype": options.dtype, "max_model_len": options.length, "kv_cache_memory_bytes": 2**30}
+    common = {"length": options.length, **manifest(options.model, dtype=options.dtype)}
+    rows: list[Row] = []
+    for policy in ("full", *options.policy):
+        settings = None if policy == "full" else Settings.parse(policy, str(options.budget))
+        with Engine(str(locate(options.model)), settings, enforce_eager=True, **engine) as vllm:
+            fits = vllm.info["max_concurrency"]
+        budget = "full" if policy == "full" else str(options.budget)
+        rows.append(Row(metric="max_concurrency", value=fits, n=1, policy=policy, budget=budget, **common))
+        print(f"{policy}: {fits:.1f} requests of {options.length} tokens, {fits / rows[0].value:.2f} x", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("answers", "speed"))
+    parser.add_argument("what", choices=("answers", "speed", "room"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--policy", nargs="+", required=True)
@@ -160,7 +177,7 @@ def main() -> None:
     parser.add_argument("--piece", type=int, default=0, help="tokens of a step, for engines with a policy")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    rows = {"answers": answers, "speed": speed}[options.what](options)
+    rows = {"answers": answers, "speed": speed, "room": room}[options.what](options)
     write_rows(options.out / "rows.jsonl", rows)
 
 

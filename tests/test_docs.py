@@ -19,7 +19,7 @@ PAGES = {
     str(page.relative_to(ROOT)): page.read_text() for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))
 }
 # short enough to run; of the others the imports are
-_RUN = ("quickstart", "cache", "policies", "qevict", "traces", "diagnose")
+_RUN = ("quickstart", "cache", "policies", "qevict", "traces", "diagnose", "serving")
 RUN = ("README.md", *(f"docs/{page}.md" for page in _RUN))
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 

@@ -92,7 +92,8 @@ def _serve(connection: Connection, model: str, variables: Mapping[str, str], opt
 
         llm = LLM(model, **options)
         config = llm.llm_engine.vllm_config
-        connection.send((False, {"blocks": config.cache_config.num_gpu_blocks, "version": _version()}))
+        cache = config.cache_config
+        connection.send((False, {"blocks": cache.num_gpu_blocks, "max_concurrency": cache.kv_cache_max_concurrency}))
         while (asked := connection.recv()) is not None:
             prompts, limit = asked
             sampling = SamplingParams(max_tokens=limit, temperature=0, ignore_eos=True, detokenize=False)
@@ -103,9 +104,3 @@ def _serve(connection: Connection, model: str, variables: Mapping[str, str], opt
     except Exception as error:
         connection.send((True, f"{type(error).__name__}: {error}"))
         raise
-
-
-def _version() -> str:
-    import vllm
-
-    return vllm.__version__
