@@ -604,15 +604,7 @@ class KVLayer(AttendingLayer):
         attention = coded = None
         if queries is not None and scale is not None:
             coded = self._attend_coded(queries, query_positions, scale)
-            attention = AttentionMass(
-                queries,
-                slots.keys,
-                slots.positions,
-                query_positions,
-                scale,
-                has_empty=self.has_empty,
-                beyond=None if coded is None else coded.logsum,
-            )
+            attention = self._mass(queries, query_positions, scale, None if coded is None else coded.logsum)
         assert self.lengths is not None
         return Observation(
             slots=slots,
@@ -628,6 +620,15 @@ class KVLayer(AttendingLayer):
             projection=self.plan.projections.get(self.index),
             coded=coded,
             ahead=self.plan.ahead,
+        )
+
+    def _mass(
+        self, queries: Tensor, query_positions: Tensor, scale: float, beyond: Float[Tensor, "B HG T"] | None
+    ) -> AttentionMass:
+        """Attention of new queries over the slots."""
+        slots = self._slots
+        return AttentionMass(
+            queries, slots.keys, slots.positions, query_positions, scale, has_empty=self.has_empty, beyond=beyond
         )
 
     def beyond(self, scale: float) -> Callable[[Float[Tensor, "B H X D"]], Part] | None:

@@ -1,15 +1,9 @@
-"""The compiled twin of `coded.read_coded`: built by the machine's C compiler when first used, and done without if there
-is none.
+"""The compiled twin of `coded.read_coded`.
 
 B sequences, H KV heads, W windows of w tokens each, X queries of a KV head, D head size.
 """
 
 import ctypes
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,15 +14,10 @@ from torch import Tensor
 
 from ..slots import Slots
 from ..windows import Codec
-
-logger = logging.getLogger(__name__)
+from .compiled import library
 
 # with more queries a matrix product over dequantized blocks is faster
 MOST_QUERIES = 32
-
-_SOURCE = Path(__file__).with_name("coded.c")
-_COMPILE = ("-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11", "-c")
-
 
 # as in coded.c
 _SHAPE = "rows windows window queries key_size key_bits value_size value_bits rotated"
@@ -89,20 +78,11 @@ def run(
 
 @cache
 def _kernel() -> Callable[..., int] | None:
-    """The compiled function; None without a compiler, or with KVKEEP_KERNEL=0 in the environment."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None or os.environ.get("KVKEEP_KERNEL") == "0":
+    """The compiled function, where there is one."""
+    built = library(Path(__file__).with_name("coded.c"))
+    if built is None:
         return None
-    # a loaded library outlives its file
-    with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
-        unit, library = Path(folder) / "coded.o", Path(folder) / "coded.so"
-        # linked without -ffast-math, which would flush the whole process's small numbers to zero
-        for step in ((*_COMPILE, _SOURCE, "-o", unit), ("-shared", unit, "-lm", "-o", library)):
-            built = subprocess.run([compiler, *map(str, step)], capture_output=True, text=True)
-            if built.returncode:
-                logger.warning("codes are read by torch, which is slower; %s said: %s", compiler, built.stderr)
-                return None
-        function = ctypes.CDLL(str(library)).read_coded
+    function = built.read_coded
     function.argtypes = [_Shape, _Arrays]
     function.restype = ctypes.c_int
     return function

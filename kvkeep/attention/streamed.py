@@ -119,11 +119,12 @@ class AttentionMass:
     def _sum(
         self, queries: Tensor, query_positions: Tensor, beyond: Tensor | None, power: float, decay: float
     ) -> Tensor:
+        if self.logits is not None:
+            more = None if beyond is None else beyond.view(*self.logits.shape[:3], 1)
+            return _weights(self.logits, more, power).mean(2)
         B, HG, T, D = queries.shape
         H, N = self._keys.shape[1:3]
         G = HG // H
-        if self.logits is not None:
-            return _weights(self.logits, None if beyond is None else beyond.view(B, H, G, 1), power).mean(2)
         keys = self._keys.float().transpose(-1, -2)
         total = keys.new_zeros(B, H, N)
         earliest = self._positions.amin((0, 1))

@@ -8,9 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from vllm import _custom_ops as kernels
 
+from ..attention import AttentionMass
 from ..layer import KVLayer, Plan
 from ..policies import Observation
 from ..slots import Slots
+from .mass import PagedMass
 from .pages import MULTIPLE, PagedSlots, Pages, rounded_up
 from .steps import INSTRUCTIONS, Decoding, Prompt, Sequences, Step
 
@@ -58,6 +60,12 @@ class DecodingLayer(KVLayer):
         # attention masses need the keys outside of the kernel: only for those who ask
         wanted = queries if "queries" in self.plan.policy.needs else None
         return super()._observe(wanted, query_positions, num_new, scale)
+
+    def _mass(
+        self, queries: Tensor, query_positions: Tensor, scale: float, beyond: Float[Tensor, "B HG T"] | None
+    ) -> AttentionMass:
+        assert isinstance(self.slots, PagedSlots)
+        return PagedMass(queries, self.slots, query_positions, scale)
 
     def _as_sequences(self, array: Tensor) -> Float[Tensor, "PH 1 N D"]:
         shape = self._pages.shape

@@ -143,7 +143,7 @@ class PagedSlots(Slots):
     """
 
     def __init__(self, pages: Pages, rows: Int[Tensor, " R"], length: int):
-        self._pages, self._rows = pages, rows
+        self.pages, self.rows = pages, rows
         self._numbers = pages.numbers[rows]
         self._streams = pages.streams[rows]
         positions, side = _named(self._numbers, pages.shape)
@@ -154,30 +154,30 @@ class PagedSlots(Slots):
 
     @cached_property
     def keys(self) -> Float[Tensor, "R H N D"]:
-        return self._pages.turned_keys[self._rows, :, :, : self.length].mT
+        return self.pages.turned_keys[self.rows, :, :, : self.length].mT
 
     @cached_property
     def values(self) -> Float[Tensor, "R H N D"]:
-        return self._pages.values[self._rows, :, : self.length]
+        return self.pages.values[self.rows, :, : self.length]
 
     def store(self) -> None:
         """Write what is small back into the pages."""
-        self._pages.numbers[self._rows] = self._numbers
-        if self._pages.shape.streams:
-            self._pages.streams[self._rows] = self._streams
+        self.pages.numbers[self.rows] = self._numbers
+        if self.pages.shape.streams:
+            self.pages.streams[self.rows] = self._streams
 
     def _places(self, index: Int[Tensor, "R H M"]) -> tuple[Tensor, Tensor, Tensor]:
         heads = torch.arange(index.shape[1], device=index.device)
-        return self._rows[:, None, None], heads[:, None], index
+        return self.rows[:, None, None], heads[:, None], index
 
     def _gather(self, name: str, index: Int[Tensor, "R H M"]) -> Tensor:
         if name in self._arrays:
             return super()._gather(name, index)
-        return getattr(self._pages, name)[self._places(index)]
+        return getattr(self.pages, name)[self._places(index)]
 
     def _write(self, index: Int[Tensor, "R H M"], arrays: Mapping[str, Tensor]) -> None:
         for name, new in arrays.items():
-            getattr(self._pages, name)[self._places(index)] = new
+            getattr(self.pages, name)[self._places(index)] = new
 
 
 def _bytes(memory: Tensor, shape: PageShape) -> UInt8[Tensor, "P H C"]:

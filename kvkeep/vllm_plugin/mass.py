@@ -1,0 +1,73 @@
+"""Attention that slots in pages receive from one new query each, without copying their keys.
+
+R requests, H KV heads, G query heads per KV head, N slots, D head size.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..attention import AttentionMass
+from ..attention.compiled import library
+from .pages import PagedSlots
+
+# types of keys that the compiled function knows, by its own numbers
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SIZES = "rows heads queries size slots capacity type page_bytes cell_bytes"
+_ARRAYS = "keys pages queries logits"
+
+
+class PagedMass(AttentionMass):
+    """An AttentionMass of one query a request, over keys that stay where they are."""
+
+    def __init__(self, queries: Float[Tensor, "R HG 1 D"], slots: PagedSlots, positions: Tensor, scale: float):
+        # in place of keys: they are read for the logits alone, by which everything is known
+        nothing = queries.new_empty(1).expand(*slots.positions.shape, queries.shape[-1])
+        super().__init__(queries, nothing, slots.positions, positions, scale, has_empty=False)
+        self._slots = slots
+
+    @cached_property
+    def logits(self) -> Float[Tensor, "R H G N"]:
+        """Scaled products of each query with its slots, in fp32; minus infinity where a slot is empty."""
+        slots = self._slots
+        grouped = self._queries.unflatten(1, (slots.positions.shape[1], -1))[:, :, :, 0]
+        queries = grouped.float() * self._scale
+        products = compiled_products(queries, slots) if _function() else queries @ slots.keys.float().mT
+        return products.masked_fill_(~slots.occupied[:, :, None], -torch.inf)
+
+
+def compiled_products(queries: Float[Tensor, "R H G D"], slots: PagedSlots) -> Float[Tensor, "R H G N"]:
+    """Products of queries with the keys of their requests, read in their pages."""
+    function, keys = _function(), slots.pages.turned_keys
+    assert function is not None
+    R, H, G, D = queries.shape
+    logits = queries.new_empty(R, H, G, slots.length)
+    page = keys.stride(0) * keys.element_size()
+    sizes = (R, H, G, D, slots.length, keys.shape[-1], _TYPES[keys.dtype], page, page // H)
+    arrays = (keys, slots.rows.contiguous(), queries.contiguous(), logits)
+    function(_Sizes(*sizes), _Arrays(*(array.data_ptr() for array in arrays)))
+    return logits
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _SIZES.split()]
+
+
+class _Arrays(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in _ARRAYS.split()]
+
+
+@cache
+def _function() -> Callable[..., None] | None:
+    built = library(Path(__file__).with_name("mass.c"))
+    if built is None:
+        return None
+    function = built.products
+    function.argtypes = [_Sizes, _Arrays]
+    function.restype = None
+    return function
