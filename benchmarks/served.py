@@ -100,6 +100,8 @@ def speed(options: argparse.Namespace) -> list[Row]:
         "dtype": options.dtype,
         "max_model_len": options.length + options.new + 128,
         "max_num_seqs": options.prompts,
+        # every round reads its prompts
+        "enable_prefix_caching": False,
         "kv_cache_memory_bytes": 2**31,
     }
     pieces = {"max_num_batched_tokens": options.piece} if options.piece else {}
@@ -107,43 +109,34 @@ def speed(options: argparse.Namespace) -> list[Row]:
     arms: dict[str, Engine] = {"full": Engine(folder, **engine)}
     for policy in options.policy:
         arms[policy] = Engine(folder, Settings.parse(policy, str(options.budget)), **engine, **pieces)
-    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
-    prompt_seconds: dict[str, list[float]] = {arm: [] for arm in arms}
-    for round_ in range(options.rounds + 1):
-        text, _ = demo_document(
-            options.length * options.prompts + 64, lambda text: len(tokenizer(text).input_ids), round_
-        )
-        ids = tokenizer(text).input_ids
-        prompts = [ids[start * options.length : (start + 1) * options.length] for start in range(options.prompts)]
+    text, _ = demo_document(options.length * options.prompts + 64, lambda text: len(tokenizer(text).input_ids), 0)
+    ids = tokenizer(text).input_ids
+    prompts = [ids[start * options.length : (start + 1) * options.length] for start in range(options.prompts)]
+    for vllm in arms.values():
+        # compiles
+        vllm.generate(prompts[:2], 4)
+    once = {arm: vllm.generate(prompts, 1).seconds for arm, vllm in arms.items()}
+    print("prompts alone:", {arm: round(seconds, 1) for arm, seconds in once.items()}, flush=True)
+    rounds: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(options.rounds):
         for arm, vllm in arms.items():
-            if round_ == 0:
-                # compiles
-                vllm.generate(prompts[:2], 4)
-                continue
-            prompt_seconds[arm].append(vllm.generate(prompts, 1).seconds)
-            seconds[arm].append(vllm.generate(prompts, options.new).seconds)
-            print(f"round {round_} {arm}: {prompt_seconds[arm][-1]:.1f} {seconds[arm][-1]:.1f} s", flush=True)
+            rounds[arm].append(vllm.generate(prompts, options.new).seconds)
+            print(f"{arm}: {rounds[arm][-1]:.1f} s", flush=True)
     common = {"length": options.length, **manifest(options.model, dtype=options.dtype)}
     rows = []
     for arm, vllm in arms.items():
         vllm.close()
         budget = "full" if arm == "full" else str(options.budget)
-        ratios = [alone / ours for alone, ours in zip(seconds["full"], seconds[arm], strict=True)]
-        prompt_ratios = [a / b for a, b in zip(prompt_seconds["full"], prompt_seconds[arm], strict=True)]
-        decode = [a - b for a, b in zip(seconds[arm], prompt_seconds[arm], strict=True)]
-        alone = [a - b for a, b in zip(seconds["full"], prompt_seconds["full"], strict=True)]
+        ratios = [alone / ours for alone, ours in zip(rounds["full"], rounds[arm], strict=True)]
         extra = {
             "requests": options.prompts,
             "new": options.new,
-            "seconds": median(seconds[arm]),
-            **pieces,
-            **vllm.info,
+            "seconds": median(rounds[arm]),
+            "prompt_seconds": once[arm],
+            **(pieces if arm != "full" else {}),
         }
-        fields = {"policy": arm, "budget": budget, "extra": extra, **common}
-        rows.append(median_row("throughput_ratio", ratios, fields))
-        rows.append(median_row("prompt_throughput_ratio", prompt_ratios, fields))
-        rows.append(median_row("decode_throughput_ratio", [a / b for a, b in zip(alone, decode, strict=True)], fields))
-        print(f"{arm}: {rows[-3].value:.2f} x, prompts {rows[-2].value:.2f} x, decoding {rows[-1].value:.2f} x")
+        rows.append(median_row("throughput_ratio", ratios, {"policy": arm, "budget": budget, "extra": extra, **common}))
+        print(f"{arm}: {rows[-1].value:.2f} x")
     return rows
 
 

@@ -14,7 +14,10 @@ _COMPILE = ("-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11", "-c")
 
 
 def library(source: Path) -> ctypes.CDLL | None:
-    """The functions of one file, built anew at each call; None without a compiler, or with KVKEEP_KERNEL=0 in the environment."""
+    """The functions of one file, built anew at each call.
+
+    None without a compiler, or with KVKEEP_KERNEL=0 in the environment.
+    """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or os.environ.get("KVKEEP_KERNEL") == "0":
         return None
