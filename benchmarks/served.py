@@ -37,6 +37,15 @@ def prompts_of(tokenizer: Any, length: int, count: int) -> list[list[int]]:
     return [torch.cat(encode(tokenizer, sample, "inside")[:2], dim=1)[0].tolist() for sample in samples]
 
 
+def parts_of_a_book(tokenizer: Any, length: int, count: int) -> list[list[int]]:
+    """So many different parts of the bundled prose, which begins anew at its end."""
+    text, _ = demo_document(10**6, lambda text: len(tokenizer(text).input_ids), 0)
+    ids = tokenizer(text).input_ids
+    wanted = length + (count - 1) * (len(ids) // count)
+    endless = ids * (1 + wanted // len(ids))
+    return [endless[start : start + length] for start in range(0, wanted - length + 1, len(ids) // count)]
+
+
 def agreeing(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[float]:
     """Share of each of their answers that is ours, up to the first token that differs; ours may go on."""
 
@@ -109,9 +118,7 @@ def speed(options: argparse.Namespace) -> list[Row]:
     arms: dict[str, Engine] = {"full": Engine(folder, **engine)}
     for policy in options.policy:
         arms[policy] = Engine(folder, Settings.parse(policy, str(options.budget)), **engine, **pieces)
-    text, _ = demo_document(options.length * options.prompts + 64, lambda text: len(tokenizer(text).input_ids), 0)
-    ids = tokenizer(text).input_ids
-    prompts = [ids[start * options.length : (start + 1) * options.length] for start in range(options.prompts)]
+    prompts = parts_of_a_book(tokenizer, options.length, options.prompts)
     for vllm in arms.values():
         # compiles
         vllm.generate(prompts[:2], 4)

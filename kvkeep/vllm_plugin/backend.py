@@ -100,7 +100,8 @@ class Implementation(AttentionImpl):
         if attn_metadata is None:
             # vLLM measures memory, with nothing in it
             return output
-        if self._served is None:
+        # vLLM may hand out other memory once it has measured what there is
+        if self._served is None or self._served.pages.memory.data_ptr() != kv_cache.data_ptr():
             self._served = self._layer(layer.layer_name, kv_cache)
         self._served.attend(query, key, value, self.scale, attn_metadata, output)
         return output

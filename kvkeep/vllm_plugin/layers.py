@@ -99,7 +99,7 @@ class ServedLayer:
     """One layer of the model: what its prompts and its decoding requests keep lies in `pages`."""
 
     def __init__(self, plan: Plan, index: int, pages: Pages, tokens: int):
-        self._plan, self._index, self._pages = plan, index, pages
+        self._plan, self._index, self.pages = plan, index, pages
         self._tokens = tokens
         self._decoding = DecodingLayer(plan, index, pages, tokens)
 
@@ -125,14 +125,14 @@ class ServedLayer:
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, prompt: Prompt
     ) -> Float[Tensor, "1 HG T D"]:
         layer = PromptLayer(self._plan, self._index, prompt.sequence)
-        held = self._pages.prompt(prompt.page, min(prompt.seen, self._tokens))
+        held = self.pages.prompt(prompt.page, min(prompt.seen, self._tokens))
         if held is not None:
             lengths = torch.tensor([prompt.seen], dtype=torch.int32, device=keys.device)
             counters = {"seen": prompt.seen, "has_empty": False, "fresh": 0}
             layer.restore_state(counters, {**held.state(), "lengths": lengths})
         output = layer.attend(queries, keys, values, None, scale)
         assert isinstance(layer.slots, Slots)
-        self._pages.store_prompt(prompt.page, layer.slots)
+        self.pages.store_prompt(prompt.page, layer.slots)
         return output
 
 

@@ -82,7 +82,7 @@ class Pages:
     """
 
     def __init__(self, memory: Tensor, shape: PageShape):
-        self.shape = shape
+        self.memory, self.shape = memory, shape
         cells = _bytes(memory, shape)
         self.num_pages = cells.shape[0]
         N, D = shape.capacity, shape.head_size
