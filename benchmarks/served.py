@@ -91,11 +91,10 @@ def answers(options: argparse.Namespace) -> list[Row]:
         rows.append(mean_row(metric, shares, policy=policy, budget=str(budget), extra={"whole": whole}, **common))
         print(f"{metric} {policy} {budget}: {100 * rows[-1].value:.2f}%, {whole} of {len(shares)} whole", flush=True)
 
-    if "unlimited" in options.against:
-        alone = served(None)
-        for policy in options.policy:
-            ours = served(Settings.parse(policy, str(longest)))
-            record("agrees_with_vllm", policy, longest, agreeing(ours, alone))
+    alone = served(None)
+    for policy in options.policy:
+        ours = served(Settings.parse(policy, str(longest)))
+        record("agrees_with_vllm", policy, longest, agreeing(ours, alone))
     for policy in options.policy:
         ours = served(Settings.parse(policy, str(options.budget)))
         record("agrees_with_transformers", policy, options.budget, agreeing(ours, transformed(policy)))
@@ -172,7 +171,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, required=True, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--against", nargs="*", default=["unlimited"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--piece", type=int, default=0, help="tokens of a step, for engines with a policy")
     parser.add_argument("--rounds", type=int, default=3)

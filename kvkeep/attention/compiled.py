@@ -6,11 +6,23 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _COMPILE = ("-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11", "-c")
+
+
+def function(source: Path, name: str, *arguments: type, result: Any = None) -> Callable[..., Any] | None:
+    """One function of a file, with the types of what it takes and gives; None where there is no library."""
+    built = library(source)
+    if built is None:
+        return None
+    found = getattr(built, name)
+    found.argtypes, found.restype = list(arguments), result
+    return found
 
 
 def library(source: Path) -> ctypes.CDLL | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..slots import Slots
 from ..windows import Codec
-from .compiled import library
+from .compiled import function
 
 # with more queries a matrix product over dequantized blocks is faster
 MOST_QUERIES = 32
@@ -79,10 +79,4 @@ def run(
 @cache
 def _kernel() -> Callable[..., int] | None:
     """The compiled function, where there is one."""
-    built = library(Path(__file__).with_name("coded.c"))
-    if built is None:
-        return None
-    function = built.read_coded
-    function.argtypes = [_Shape, _Arrays]
-    function.restype = ctypes.c_int
-    return function
+    return function(Path(__file__).with_name("coded.c"), "read_coded", _Shape, _Arrays, result=ctypes.c_int)

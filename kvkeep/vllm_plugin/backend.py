@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ..layer import Plan
 from ..policies import Policy
 from .layers import ServedLayer
-from .pages import Pages, PageShape
+from .pages import Pages
 from .refusals import refuse_layer, refuse_unsupported
 from .settings import Settings
 from .spec import PageSpec
@@ -52,7 +52,8 @@ class Backend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> PageSpec:
         """The page of a request in place of blocks of tokens."""
-        return PageSpec.of(_shape(spec.num_kv_heads, spec.head_size, spec.dtype), spec)
+        page = _settings().page(heads=spec.num_kv_heads, head_size=spec.head_size, dtype=spec.dtype)
+        return PageSpec.of(page, spec)
 
 
 class Builder(AttentionMetadataBuilder[Step]):
@@ -80,8 +81,10 @@ class Implementation(AttentionImpl):
         refuse_layer(*args, **kwargs)
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.scale = float(scale)
-        self._config = get_current_vllm_config()
-        refuse_unsupported(self._config, _settings())
+        self._config, self._settings = get_current_vllm_config(), _settings()
+        refuse_unsupported(self._config, self._settings)
+        worker = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._policy = _shard(self._settings.policy, *worker)
         self._served: ServedLayer | None = None
 
     def forward(
@@ -107,26 +110,23 @@ class Implementation(AttentionImpl):
         return output
 
     def _layer(self, name: str, memory: Tensor) -> ServedLayer:
-        settings, text = _settings(), self._config.model_config.hf_text_config
-        shape = _shape(self.num_kv_heads, self.head_size, self._config.model_config.dtype)
-        policy = _shard(settings.policy, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-        plan = Plan(text, policy, settings.budget, text.num_hidden_layers, None)
+        model, settings = self._config.model_config, self._settings
+        shape = settings.page(heads=self.num_kv_heads, head_size=self.head_size, dtype=model.dtype)
+        text = model.hf_text_config
+        plan = Plan(text, self._policy, settings.budget, text.num_hidden_layers, None)
         return ServedLayer(plan, extract_layer_index(name), Pages(memory, shape), settings.tokens)
 
 
 # one for all layers
 @lru_cache(maxsize=1)
 def _shard(policy: Policy, index: int, count: int) -> Policy:
-    return policy.shard(index, count) if count > 1 else policy
+    try:
+        return policy.shard(index, count) if count > 1 else policy
+    except ValueError as error:
+        raise ValueError(f"kvkeep: {error}") from error
 
 
-@lru_cache(maxsize=1)
 def _settings() -> Settings:
     settings = Settings.read()
     assert settings is not None, "the backend is registered where a policy is set"
     return settings
-
-
-def _shape(heads: int, head_size: int, dtype: torch.dtype) -> PageShape:
-    settings = _settings()
-    return PageShape.of(settings.policy, settings.tokens, heads=heads, head_size=head_size, dtype=dtype)

@@ -23,6 +23,7 @@ class DecodingLayer(KVLayer):
     def __init__(self, plan: Plan, index: int, pages: Pages, tokens: int):
         super().__init__(plan, index, 0)
         self._pages, self._tokens = pages, tokens
+        self._keys, self._values = (_as_sequences(array, pages) for array in (pages.turned_keys, pages.values))
         self._step: Decoding | None = None
 
     @property
@@ -48,11 +49,10 @@ class DecodingLayer(KVLayer):
         return output[:, :, 0]
 
     def read(self, queries: Tensor, seen: Observation, scale: float, *, stock: bool = True) -> Tensor:
-        step, pages = self._step, self._pages
+        step = self._step
         assert step is not None
-        flat = queries.reshape(len(step.table), -1, pages.shape.head_size)
-        keys, values = self._as_sequences(pages.turned_keys), self._as_sequences(pages.values)
-        return _attend(flat, keys, values, step.table, step.heads, scale).view(queries.shape)
+        flat = queries.reshape(len(step.table), -1, queries.shape[-1])
+        return _attend(flat, self._keys, self._values, step.table, step.heads, scale).view(queries.shape)
 
     def _observe(
         self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float | None
@@ -66,13 +66,6 @@ class DecodingLayer(KVLayer):
     ) -> AttentionMass:
         assert isinstance(self.slots, PagedSlots)
         return PagedMass(queries, self.slots, query_positions, scale)
-
-    def _as_sequences(self, array: Tensor) -> Float[Tensor, "PH 1 N D"]:
-        shape = self._pages.shape
-        size = (self._pages.num_pages * shape.heads, 1, shape.capacity, shape.head_size)
-        # of a single head the stride may be anything
-        cell = array.stride(0) // shape.heads
-        return array.as_strided(size, (cell, cell, shape.head_size, 1))
 
 
 class PromptLayer(KVLayer):
@@ -134,6 +127,15 @@ class ServedLayer:
         assert isinstance(layer.slots, Slots)
         self.pages.store_prompt(prompt.page, layer.slots)
         return output
+
+
+def _as_sequences(array: Tensor, pages: Pages) -> Float[Tensor, "PH 1 N D"]:
+    """Every head of every page as a block of its own, in the shape in which vLLM's kernel takes blocks."""
+    shape = pages.shape
+    size = (pages.num_pages * shape.heads, 1, shape.capacity, shape.head_size)
+    # of a single head the stride may be anything
+    cell = array.stride(0) // shape.heads
+    return array.as_strided(size, (cell, cell, shape.head_size, 1))
 
 
 def _attend(

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import AttentionMass
-from ..attention.compiled import library
+from ..attention.compiled import function
 from .pages import PagedSlots
 
 # types of keys that the compiled function knows, by its own numbers
@@ -43,14 +43,14 @@ class PagedMass(AttentionMass):
 
 def compiled_products(queries: Float[Tensor, "R H G D"], slots: PagedSlots) -> Float[Tensor, "R H G N"]:
     """Products of queries with the keys of their requests, read in their pages."""
-    function, keys = _function(), slots.pages.turned_keys
-    assert function is not None
+    products, keys = _function(), slots.pages.turned_keys
+    assert products is not None
     R, H, G, D = queries.shape
     logits = queries.new_empty(R, H, G, slots.length)
     page = keys.stride(0) * keys.element_size()
     sizes = (R, H, G, D, slots.length, keys.shape[-1], _TYPES[keys.dtype], page, page // H)
     arrays = (keys, slots.rows.contiguous(), queries.contiguous(), logits)
-    function(_Sizes(*sizes), _Arrays(*(array.data_ptr() for array in arrays)))
+    products(_Sizes(*sizes), _Arrays(*(array.data_ptr() for array in arrays)))
     return logits
 
 
@@ -64,10 +64,4 @@ class _Arrays(ctypes.Structure):
 
 @cache
 def _function() -> Callable[..., None] | None:
-    built = library(Path(__file__).with_name("mass.c"))
-    if built is None:
-        return None
-    function = built.products
-    function.argtypes = [_Sizes, _Arrays]
-    function.restype = None
-    return function
+    return function(Path(__file__).with_name("mass.c"), "products", _Sizes, _Arrays)

@@ -8,7 +8,6 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from .pages import PageShape
 from .settings import Settings
 
 _LABELS = ("model_name", "engine", "policy", "budget")
@@ -53,13 +52,7 @@ class Metrics(StatLoggerBase):
 def request_bytes(config: VllmConfig, settings: Settings) -> int:
     """Bytes that one request holds in all layers, on all workers."""
     model, parallel = config.model_config, config.parallel_config
-    shape = PageShape.of(
-        settings.policy,
-        settings.tokens,
-        heads=model.get_num_kv_heads(parallel),
-        head_size=model.get_head_size(),
-        dtype=model.dtype,
-    )
+    shape = settings.page(heads=model.get_num_kv_heads(parallel), head_size=model.get_head_size(), dtype=model.dtype)
     return shape.page_bytes * model.hf_text_config.num_hidden_layers * parallel.tensor_parallel_size
 
 

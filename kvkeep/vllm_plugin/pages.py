@@ -57,7 +57,7 @@ class PageShape:
     def slot_bytes(self) -> int:
         """Bytes of one slot of one head, with its part of the streams."""
         numbers = (1 + len(self.side)) * _NUMBER
-        streams = rounded_up(self.stream_numbers * _NUMBER, self.capacity * _NUMBER) // self.capacity
+        streams = -(-self.stream_numbers // self.capacity) * _NUMBER
         return 2 * self.head_size * self.dtype.itemsize + numbers + streams
 
     @property

@@ -25,7 +25,6 @@ def refuse_unsupported(config: VllmConfig, settings: Settings) -> None:
     if config.cache_config.enable_prefix_caching:
         logger.warning_once("kvkeep: prefix caching is off, for no two requests keep the same tokens")
     try:
-        settings.policy.shard(0, config.parallel_config.tensor_parallel_size)
         settings.policy.check(fingerprint(text), list(range(text.num_hidden_layers)))
     except ValueError as error:
         raise ValueError(f"kvkeep: {error}") from error

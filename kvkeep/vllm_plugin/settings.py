@@ -4,8 +4,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from ..budget import Budget
 from ..policies import Policy, make_policy
+from .pages import PageShape
 
 POLICY, BUDGET, SINKS, RECENT = "KVKEEP_POLICY", "KVKEEP_BUDGET", "KVKEEP_SINKS", "KVKEEP_RECENT"
 # what a policy may need that a served model does not offer
@@ -69,6 +72,10 @@ class Settings:
         """Tokens that each KV head of each layer keeps."""
         assert self.budget.tokens is not None
         return self.budget.tokens
+
+    def page(self, *, heads: int, head_size: int, dtype: torch.dtype) -> PageShape:
+        """What one request has in a layer of this shape."""
+        return PageShape.of(self.policy, self.tokens, heads=heads, head_size=head_size, dtype=dtype)
 
     def environment(self) -> dict[str, str]:
         """What `read` would read these settings from."""

@@ -1,6 +1,6 @@
 """Served pages decide as our own cache decides: the same tokens in every head, the same output."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -84,6 +84,14 @@ class Served:
             yield served, self.alone[page].attend(q, k, v, None, SCALE)[0].transpose(0, 1)
             assert served.shape[0] == count
 
+    def follow(self, program: Iterable[dict[int, int]], tolerance: float = 1e-4) -> None:
+        """Step by step the output is that of each request alone, and so is what every head keeps."""
+        for counts in program:
+            for ours, alone in self.step(counts):
+                torch.testing.assert_close(ours, alone, rtol=tolerance, atol=tolerance)
+            for page in counts:
+                assert self.kept(page) == self.kept_alone(page)
+
     def kept(self, page: int) -> list[set[int]]:
         return [set(head.tolist()) - {-1} for head in self.pages.numbers[page, :, 0]]
 
@@ -107,46 +115,31 @@ def test_pages_keep_what_our_own_cache_keeps(name):
         {1: 7, 3: 1},
         *[{1: 1, 5: 1}] * 9,
     ]
-    for counts in program:
-        for ours, alone in served.step(counts):
-            torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
-        for page in counts:
-            assert served.kept(page) == served.kept_alone(page)
+    served.follow(program)
     assert any(len(served.kept(page)[0]) == TOKENS for page in (1, 3, 5))
 
 
 def test_a_worker_may_have_a_single_head():
     served = Served("tova", H=1)
     served.start(3)
-    for counts in [{3: 40}, *[{3: 1}] * 3]:
-        for ours, alone in served.step(counts):
-            torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
-        assert served.kept(3) == served.kept_alone(3)
+    served.follow([{3: 40}, *[{3: 1}] * 3])
 
 
 def test_a_page_that_is_taken_over_forgets_the_request_before():
     served = Served("kvpop")
     for _ in range(2):
         served.start(2)
-        for counts in [{2: 40}, *[{2: 1}] * 5]:
-            for ours, alone in served.step(counts):
-                torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
-            assert served.kept(2) == served.kept_alone(2)
+        served.follow([{2: 40}, *[{2: 1}] * 5])
 
 
 def test_numbers_of_a_page_that_are_not_finite_stay_there():
     served = Served("streaming")
     served.pages.values[2:4] = torch.nan
     served.start(2)
-    for counts in [{2: 5}, {2: 1}]:
-        for ours, alone in served.step(counts):
-            torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-4)
+    served.follow([{2: 5}, {2: 1}])
 
 
 def test_pages_in_16_bits_keep_what_our_own_cache_keeps():
     served = Served("knorm", torch.bfloat16)
     served.start(0)
-    for counts in [{0: 50}, *[{0: 1}] * 12]:
-        for ours, alone in served.step(counts):
-            torch.testing.assert_close(ours, alone, rtol=0.05, atol=0.05)
-        assert served.kept(0) == served.kept_alone(0)
+    served.follow([{0: 50}, *[{0: 1}] * 12], tolerance=0.05)
