@@ -1,8 +1,8 @@
 // Attention of few queries over windows of codes, which are read where they lie: the twin of coded.py.
 //
-// R sequences times KV heads, W windows of w tokens, X queries of a KV head, D and E channels of keys and values,
-// N = W * w. A byte holds codes j, j + P, j + 2 P and so on of a token, from its lowest bits up (see quant.py).
-// One window at a time is decoded, into memory that stays in the nearest cache.
+// Rows are KV heads of sequences; each has windows of w tokens and X queries. A byte holds codes j, j + P, j + 2 P and so
+// on of a token, from its lowest bits up (see quant.py). One window at a time is decoded, into memory that stays in the
+// nearest cache.
 
 #include <math.h>
 #include <stdint.h>
@@ -19,7 +19,31 @@
 typedef struct {
     int64_t rows, windows, window, queries;
     int64_t key_size, key_bits, value_size, value_bits, rotated;
+    // logits there are room for, of each query
+    int64_t tokens;
 } Shape;
+
+// what there is of each window; of TOKENS there is nothing where they follow the start one by one
+enum { STARTS, TOKENS, DORMANT, KEY_CODES, KEY_SCALES, KEY_ZEROS, VALUE_CODES, VALUE_SCALES, VALUE_ZEROS, FIELDS };
+
+// where the first row's first window has each field, and how far it is to the next row and the next window, in bytes
+typedef struct {
+    const uint8_t *first[FIELDS];
+    int64_t row[FIELDS], window[FIELDS];
+} Codes;
+
+typedef struct {
+    const float *queries, *cosines, *sines;
+    float *output, *logsums, *logits;
+} Arrays;
+
+// the windows of many requests in their pages: the last ones of each cell, and where in a window a field lies
+typedef struct {
+    int64_t requests, page_bytes, cell_bytes;
+    const uint8_t *cells;
+    const int64_t *pages, *windows, *bits, *bytes;
+    int64_t field[FIELDS];
+} Cells;
 
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
@@ -77,39 +101,43 @@ INLINE void add(float *restrict sum, const float *restrict value, float weight, 
     for (int64_t d = 0; d < size; d++) sum[d] += weight * value[d];
 }
 
-INLINE void score(Shape s, const float *queries, const uint8_t *codes, const _Float16 *scales, const _Float16 *zeros,
-                  const int32_t *positions, const uint8_t *dormant, const float *cosines, const float *sines,
-                  float *logits, float *scratch) {
-    const int64_t bytes = (s.key_size * s.key_bits + 7) / 8, tokens = s.windows * s.window;
+INLINE const void *field(const Codes *c, int which, int64_t row, int64_t window) {
+    return c->first[which] + row * c->row[which] + window * c->window[which];
+}
+
+INLINE void score(Shape s, const Codes *c, int64_t row, const float *queries, Arrays a, float *logits, float *scratch) {
+    const int64_t bytes = (s.key_size * s.key_bits + 7) / 8;
     float *scale = scratch, *zero = scale + s.key_size, *keys = zero + s.key_size;
     for (int64_t at = 0; at < s.windows; at++) {
-        const int64_t first = at * s.window;
-        const int hidden = positions[first] < 0 || dormant[at];
+        const int32_t start = *(const int32_t *)field(c, STARTS, row, at);
+        const int hidden = start < 0 || *(const uint8_t *)field(c, DORMANT, row, at);
         if (!hidden) {
-            widen(scales + at * s.key_size, s.key_size, scale);
-            widen(zeros + at * s.key_size, s.key_size, zero);
-        }
-        for (int64_t i = 0; i < s.window && !hidden; i++) {
-            const int64_t angle = positions[first + i] * s.rotated;
-            unpack(codes + (first + i) * bytes, bytes, s.key_bits, keys + i * s.key_size);
-            restore(keys + i * s.key_size, scale, zero, s.key_size, cosines + angle, sines + angle, s.rotated);
+            const int32_t *tokens = c->first[TOKENS] ? field(c, TOKENS, row, at) : 0;
+            const uint8_t *codes = field(c, KEY_CODES, row, at);
+            widen(field(c, KEY_SCALES, row, at), s.key_size, scale);
+            widen(field(c, KEY_ZEROS, row, at), s.key_size, zero);
+            for (int64_t i = 0; i < s.window; i++) {
+                const int64_t angle = (tokens ? tokens[i] : start + i) * s.rotated;
+                unpack(codes + i * bytes, bytes, s.key_bits, keys + i * s.key_size);
+                restore(keys + i * s.key_size, scale, zero, s.key_size, a.cosines + angle, a.sines + angle, s.rotated);
+            }
         }
         for (int64_t x = 0; x < s.queries; x++)
             for (int64_t i = 0; i < s.window; i++)
-                logits[x * tokens + first + i] =
+                logits[x * s.tokens + at * s.window + i] =
                     hidden ? HIDDEN : dot(queries + x * s.key_size, keys + i * s.key_size, s.key_size);
     }
 }
 
-INLINE void sum_values(Shape s, const float *logits, const uint8_t *codes, const _Float16 *scales,
-                       const _Float16 *zeros, float *output, float *logsums, float *scratch) {
+INLINE void sum_values(Shape s, const Codes *c, int64_t row, const float *logits, float *output, float *logsums,
+                       float *scratch) {
     const int64_t bytes = (s.value_size * s.value_bits + 7) / 8, tokens = s.windows * s.window;
     float *total = scratch, *shift = total + s.queries, *largest = shift + s.queries;
     float *scale = largest + s.queries, *zero = scale + s.window;
     float *values = zero + s.window, *weights = values + s.window * s.value_size;
     for (int64_t x = 0; x < s.queries; x++) {
         float *restrict weight = weights + x * tokens;
-        const float *restrict logit = logits + x * tokens;
+        const float *restrict logit = logits + x * s.tokens;
         float most = HIDDEN, sum = 0;
         for (int64_t n = 0; n < tokens; n++) most = logit[n] > most ? logit[n] : most;
         // a loop of its own, which compilers turn into a vector of exponentials
@@ -120,12 +148,14 @@ INLINE void sum_values(Shape s, const float *logits, const uint8_t *codes, const
         shift[x] = 0;
         for (int64_t d = 0; d < s.value_size; d++) output[x * s.value_size + d] = 0;
     }
-    for (int64_t first = 0; first < tokens; first += s.window) {
+    for (int64_t at = 0; at < s.windows; at++) {
+        const int64_t first = at * s.window;
         if (logits[first] <= HIDDEN) continue;
-        widen(scales + first, s.window, scale);
-        widen(zeros + first, s.window, zero);
+        const uint8_t *codes = field(c, VALUE_CODES, row, at);
+        widen(field(c, VALUE_SCALES, row, at), s.window, scale);
+        widen(field(c, VALUE_ZEROS, row, at), s.window, zero);
         for (int64_t i = 0; i < s.window; i++)
-            unpack(codes + (first + i) * bytes, bytes, s.value_bits, values + i * s.value_size);
+            unpack(codes + i * bytes, bytes, s.value_bits, values + i * s.value_size);
         for (int64_t x = 0; x < s.queries; x++) {
             const float *weight = weights + x * tokens + first;
             shift[x] += dot(weight, zero, s.window);
@@ -142,50 +172,54 @@ INLINE void sum_values(Shape s, const float *logits, const uint8_t *codes, const
     }
 }
 
-typedef struct {
-    const float *queries;
-    const uint8_t *key_codes;
-    const _Float16 *key_scales, *key_zeros;
-    const uint8_t *value_codes;
-    const _Float16 *value_scales, *value_zeros;
-    const int32_t *positions;
-    const uint8_t *dormant;
-    const float *cosines, *sines;
-    float *output, *logsums, *logits;
-} Arrays;
-
-INLINE int read_rows(Shape s, Arrays a) {
-    const int64_t tokens = s.windows * s.window;
-    const int64_t key_bytes = (s.key_size * s.key_bits + 7) / 8, value_bytes = (s.value_size * s.value_bits + 7) / 8;
+INLINE int read_rows(Shape s, const Codes *c, Arrays a) {
     // codes are unpacked in whole bytes, up to three numbers further
     const int64_t scoring = (2 + s.window) * s.key_size + 4;
-    const int64_t summing = 3 * s.queries + (2 + s.value_size) * s.window + 4 + s.queries * tokens;
+    const int64_t summing = 3 * s.queries + (2 + s.value_size) * s.window + 4 + s.queries * s.windows * s.window;
     float *scratch = malloc(sizeof(float) * (scoring > summing ? scoring : summing));
     if (!scratch) return 1;
     for (int64_t r = 0; r < s.rows; r++) {
-        float *scores = a.logits + r * s.queries * tokens;
-        score(s, a.queries + r * s.queries * s.key_size, a.key_codes + r * tokens * key_bytes,
-              a.key_scales + r * s.windows * s.key_size, a.key_zeros + r * s.windows * s.key_size,
-              a.positions + r * tokens, a.dormant + r * s.windows, a.cosines, a.sines, scores, scratch);
-        sum_values(s, scores, a.value_codes + r * tokens * value_bytes, a.value_scales + r * tokens,
-                   a.value_zeros + r * tokens, a.output + r * s.queries * s.value_size, a.logsums + r * s.queries,
-                   scratch);
+        float *logits = a.logits + r * s.queries * s.tokens;
+        score(s, c, r, a.queries + r * s.queries * s.key_size, a, logits, scratch);
+        sum_values(s, c, r, logits, a.output + r * s.queries * s.value_size, a.logsums + r * s.queries, scratch);
     }
     free(scratch);
     return 0;
 }
 
-INLINE int read_sized(Shape s, Arrays a, const int64_t size) {
+INLINE int read_sized(Shape s, const Codes *c, Arrays a, const int64_t size) {
     s.key_size = s.value_size = s.rotated = size;
     s.window = 8;
-    return read_rows(s, a);
+    return read_rows(s, c, a);
 }
 
 // 0, or 1 without memory
-int read_coded(Shape s, Arrays a) {
+int read_coded(Shape s, Codes c, Arrays a) {
     const int even = s.key_size == s.value_size && s.key_size == s.rotated && s.window == 8;
     // the sizes that most models have, with code of their own
-    if (even && s.key_size == 64) return read_sized(s, a, 64);
-    if (even && s.key_size == 128) return read_sized(s, a, 128);
-    return read_rows(s, a);
+    if (even && s.key_size == 64) return read_sized(s, &c, a, 64);
+    if (even && s.key_size == 128) return read_sized(s, &c, a, 128);
+    return read_rows(s, &c, a);
+}
+
+// `rows` are the KV heads of one request; logits behind a request's last window stay as they are
+int read_cells(Shape s, Cells p, Arrays a) {
+    const int64_t asked = s.rows * s.queries;
+    for (int64_t r = 0; r < p.requests; r++) {
+        Codes c;
+        for (int f = 0; f < FIELDS; f++) {
+            const int64_t first = p.cell_bytes - p.windows[r] * p.bytes[r] + p.field[f];
+            c.first[f] = p.field[f] < 0 ? 0 : p.cells + p.pages[r] * p.page_bytes + first;
+            c.row[f] = p.cell_bytes;
+            c.window[f] = p.bytes[r];
+        }
+        s.windows = p.windows[r];
+        s.key_bits = p.bits[r];
+        if (read_coded(s, c, a)) return 1;
+        a.queries += asked * s.key_size;
+        a.output += asked * s.value_size;
+        a.logsums += asked;
+        a.logits += asked * s.tokens;
+    }
+    return 0;
 }

@@ -43,11 +43,15 @@ class CodedPart(NamedTuple):
 def read_coded(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, scale: float) -> CodedPart:
     """Attention over windows of codes, all of whose tokens come before the queries."""
     if kernel.serves(queries):
-        output, logsum, logits = kernel.run(queries, coded, codec, scale)
-        return CodedPart(Part(output, logsum), logits)
+        return coded_part(kernel.run(queries, coded, codec, scale))
     # an autocast around the model must not round parts that are merged
     with torch.autocast(queries.device.type, enabled=False):
         return read_blocks(queries, coded, codec, scale)
+
+
+def coded_part(found: kernel.Found) -> CodedPart:
+    """What the compiled functions found."""
+    return CodedPart(Part(found.output, found.logsum), found.logits)
 
 
 def read_blocks(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, scale: float) -> CodedPart:
