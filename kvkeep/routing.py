@@ -27,6 +27,12 @@ class Route(NamedTuple):
     coded: Bool[Tensor, "B H C"]
 
 
+def free_bytes(slots: Int[Tensor, " B"], *, protected: int, window: int, slot_bytes: int) -> Int[Tensor, " B"]:
+    """Bytes for windows in a layer that may keep so many slots, of which `protected` are for sinks and recent tokens."""
+    # the slot more is the one that takes the next token where nothing is coded
+    return (slots + 1 - protected - window) * slot_bytes
+
+
 def share_out(
     num_windows: Int[Tensor, " B"], free: Int[Tensor, " B"], *, full_bytes: int, coded_bytes: int, quantized: float
 ) -> Room:

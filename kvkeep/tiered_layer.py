@@ -5,6 +5,7 @@ C = F + W, X queries of a KV head, T new tokens, D head size.
 """
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from .attention import CodedAttention, Part, read_coded
 from .layer import KVLayer, Show, show
 from .policies import Observation, Tiers
-from .routing import Room, Route, route, share_out, side_by_side
+from .routing import Room, Route, free_bytes, route, share_out, side_by_side
 from .selection import by_worth, protected
 from .slots import EMPTY, Slots
 from .windows import Codec, TieredSlots, guarded_codec, key_bits
@@ -292,8 +293,7 @@ class TieredLayer(KVLayer):
         limit, rows = self.limit
         budget = self.plan.budget
         slots = torch.full_like(self._lengths, limit, dtype=torch.long) if rows is None else rows.long()
-        # the slot more is the one that takes the next token where nothing is coded
-        free = (slots + 1 - budget.sinks - budget.recent - codec.window) * slot_bytes
+        free = free_bytes(slots, protected=budget.sinks + budget.recent, window=codec.window, slot_bytes=slot_bytes)
         windows = self._num_windows().long()
         if budget.bytes is not None:
             # sequences share the bytes, so they divide them in the same way
@@ -335,16 +335,8 @@ class TieredLayer(KVLayer):
     def _plain_codec(self) -> Codec:
         slots, tiers = self._slots, self._tiers
         assert self.plan.table is not None
-        return Codec(
-            self.plan.table,
-            tiers.window,
-            tiers.bits,
-            tiers.bits,
-            slots.keys.shape[-1],
-            slots.values.shape[-1],
-            shared=tiers.share_heads,
-            scattered=not tiers.neighbours,
-        )
+        shape = tiers.window_shape(slots.keys.shape[-1], slots.values.shape[-1])
+        return Codec(**asdict(shape), table=self.plan.table, shared=tiers.share_heads)
 
     @property
     def _codec_now(self) -> Codec:
@@ -357,7 +349,7 @@ class TieredLayer(KVLayer):
         assert coded is not None
         if self._codec is None:
             plain = self._plain_codec
-            self._codec = plain._replace(key_bits=key_bits(coded, plain.key_size))
+            self._codec = replace(plain, key_bits=key_bits(coded, plain.key_size))
         return self._codec
 
     def _codec_for(self, held: _InSlots, seen: Observation) -> Codec:

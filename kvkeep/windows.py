@@ -8,7 +8,7 @@ precision too, and read there), and the positions of its `tokens` where they are
 whatever moves afterwards, they are copied bit for bit.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -21,24 +21,22 @@ from .slots import EMPTY, Slots, Snapshot
 _POSITION_BYTES, _WORTH_BYTES, _DORMANT_BYTES, _SCALE_BYTES = 4, 4, 1, 2
 
 
-class Codec(NamedTuple):
-    """How windows become codes: keys before rotation with a scale per channel, values with a scale per token.
+@dataclass(frozen=True, kw_only=True)
+class WindowShape:
+    """What a window of codes is made of.
 
     Attributes:
-        table: the model's rotation.
         window: w.
+        key_bits, value_bits: of a code.
         key_size, value_size: D of either.
-        shared: every KV head holds the same windows.
         scattered: the tokens of a window need not be neighbours, so each one's position is held.
     """
 
-    table: RotaryTable
     window: int
     key_bits: int
     value_bits: int
     key_size: int
     value_size: int
-    shared: bool = False
     scattered: bool = False
 
     @property
@@ -52,6 +50,19 @@ class Codec(NamedTuple):
         """All that one window of one KV head takes, its position and worth included."""
         positions = 1 + self.window * self.scattered
         return self.window_bytes + positions * _POSITION_BYTES + _WORTH_BYTES + _DORMANT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(WindowShape):
+    """How windows become codes: keys before rotation with a scale per channel, values with a scale per token.
+
+    Attributes:
+        table: the model's rotation.
+        shared: every KV head holds the same windows.
+    """
+
+    table: RotaryTable
+    shared: bool = False
 
     def encode(
         self,
@@ -124,14 +135,14 @@ def guarded_codec(
     held = (positions != EMPTY).flatten(2)
 
     def error(bits: int) -> Float[Tensor, " H"]:
-        tried = codec._replace(key_bits=bits)
+        tried = replace(codec, key_bits=bits)
         nothing = keys.new_zeros(positions.shape[:-1], dtype=torch.float32)
         coded = tried.encode(keys, keys.new_zeros(*keys.shape[:-1], codec.value_size), positions, nothing)
         lost = (keys.float() - tried.keys(coded)).flatten(2, 3)
         squares = (asking @ lost.mT).square().mean(2) * held
         return (squares.sum((0, 2)) / held.sum((0, 2)).clamp(min=1)).sqrt()
 
-    return codec._replace(key_bits=guarded_bits(codec.key_bits, limit, error))
+    return replace(codec, key_bits=guarded_bits(codec.key_bits, limit, error))
 
 
 class TieredSlots(Slots):

@@ -90,7 +90,14 @@ class Whims(Policy):
 
 
 def test_a_window_takes_the_bytes_of_the_paper():
-    codec = Codec(RotaryTable(lambda positions: (positions, positions)), 8, 2, 2, 128, 128)
+    codec = Codec(
+        table=RotaryTable(lambda positions: (positions, positions)),
+        window=8,
+        key_bits=2,
+        value_bits=2,
+        key_size=128,
+        value_size=128,
+    )
     assert 8 * codec.window_bytes == 8448
     assert 8 * 8 * (128 + 128) * 2 == 32768
 
@@ -508,7 +515,15 @@ def some_windows(
         angle = torch.cat([positions[..., None] * angles] * 2, -1)
         return angle.cos(), angle.sin()
 
-    codec = Codec(RotaryTable(rotary), window, bits, 2, size, size + 4, scattered=scattered)
+    codec = Codec(
+        table=RotaryTable(rotary),
+        window=window,
+        key_bits=bits,
+        value_bits=2,
+        key_size=size,
+        value_size=size + 4,
+        scattered=scattered,
+    )
     at = torch.arange(count * window, dtype=torch.int32) + 4
     at = at[torch.randperm(len(at), generator=generator)] if scattered else at
     positions = at.view(count, window).repeat(batch, H, 1, 1)

@@ -17,6 +17,7 @@ from ..attention import AttentionMass, CodedAttention
 from ..budget import Budget
 from ..rotation import Rotary
 from ..slots import Slots
+from ..windows import WindowShape
 from .deletion import Projection
 
 
@@ -59,6 +60,17 @@ class Tiers(NamedTuple):
     promote: bool
     neighbours: bool
     first_after: int
+
+    def window_shape(self, key_size: int, value_size: int) -> WindowShape:
+        """A window of codes, with the bits that are asked for."""
+        return WindowShape(
+            window=self.window,
+            key_bits=self.bits,
+            value_bits=self.bits,
+            key_size=key_size,
+            value_size=value_size,
+            scattered=not self.neighbours,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
