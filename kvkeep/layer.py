@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from .attention import AttentionMass, CodedAttention, Part, attend
+from .attention import AttentionMass, Part, WindowAttention, attend
 from .budget import Budget
 from .fingerprint import num_kv_heads
 from .policies import Futures, Observation, Policy, Projection, Rotary
@@ -635,7 +635,7 @@ class KVLayer(AttendingLayer):
         """Attention over what is held beside the slots; None where that is nothing."""
         return None
 
-    def _attend_coded(self, queries: Tensor, query_positions: Tensor, scale: float) -> CodedAttention | None:
+    def _attend_coded(self, queries: Tensor, query_positions: Tensor, scale: float) -> WindowAttention | None:
         """Attention of new queries over windows held as codes; None where there are none."""
         return None
 

@@ -28,7 +28,7 @@ class Route(NamedTuple):
 
 
 def free_bytes(slots: Int[Tensor, " B"], *, protected: int, window: int, slot_bytes: int) -> Int[Tensor, " B"]:
-    """Bytes for windows in a layer that may keep so many slots, of which `protected` are for sinks and recent tokens."""
+    """Bytes for windows where a layer may keep so many slots, `protected` of them sinks and recent tokens."""
     # the slot more is the one that takes the next token where nothing is coded
     return (slots + 1 - protected - window) * slot_bytes
 

@@ -88,7 +88,7 @@ class TieredLayer(KVLayer):
     ) -> Float[Tensor, "B HG T Dv"]:
         if seen.coded is None:
             return super().read(queries, seen, scale, stock=stock)
-        assert seen.attention is not None
+        assert seen.attention is not None and isinstance(seen.coded, CodedAttention)
         slots = seen.slots
         return seen.coded.with_slots(queries, slots.keys, slots.values, slots.positions, seen.attention.logits)
 

@@ -3,6 +3,7 @@
 B sequences, H KV heads, G query heads per KV head, N slots, W windows of w tokens, T queries, X = G * T, D head size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -67,8 +68,59 @@ def read_blocks(queries: Float[Tensor, "B H X D"], coded: Slots, codec: Codec, s
     return CodedPart(whole, torch.cat(kept, -1) if kept else None)
 
 
-class CodedAttention:
+class WindowAttention(ABC):
     """Attention of the newest queries over windows of codes, and the mass that each window receives."""
+
+    def __init__(
+        self, queries: Float[Tensor, "B HG T D"], query_positions: Int[Tensor, "B T"], num_heads: int, window: int
+    ):
+        self._packed = queries.unflatten(1, (num_heads, -1)).flatten(2, 3)
+        self._query_positions, self._window = query_positions, window
+        self._shape = queries.shape
+        self._part, self._logits = self._read()
+        self._logsum = self._part.logsum
+        self._known: dict[tuple[int | None, float, float], Tensor] = {}
+
+    @abstractmethod
+    def _read(self) -> CodedPart:
+        """Attention of the packed queries."""
+
+    @property
+    def logsum(self) -> Float[Tensor, "B HG T"]:
+        """Log of what each query's softmax adds up to over the windows."""
+        return self._part.logsum.view(self._shape[:3])
+
+    def with_part(self, near: Part) -> Float[Tensor, "B HG T Dv"]:
+        """Attention over windows and over what `near` has read, in one softmax."""
+        whole = merged(near, self._part)
+        self._logsum = whole.logsum
+        return whole.output.reshape(*self._shape[:3], -1)
+
+    def received(self, last: int | None = None, *, power: float = 1.0, decay: float = 1.0) -> Float[Tensor, "B H W"]:
+        """What `AttentionMass.received` says of slots, of the windows: the mean over their tokens."""
+        asked = (last, power, decay)
+        if asked not in self._known:
+            with torch.autocast(self._packed.device.type, enabled=False):
+                self._known[asked] = self._sum(query_weights(self._query_positions, last, decay=decay), power)
+        return self._known[asked]
+
+    def _sum(self, counts: Float[Tensor, "B T"], power: float) -> Float[Tensor, "B H W"]:
+        group = self._packed.shape[2] // counts.shape[1]
+        share = (counts / group).repeat(1, group)[:, None, None]
+        total = []
+        for logits in self._again() if self._logits is None else [self._logits]:
+            weights = (logits - self._logsum).exp()
+            mass = (share.to(weights.dtype) @ (weights if power == 1 else weights.pow(power)))[:, :, 0]
+            total.append(mass.unflatten(-1, (-1, self._window)).mean(-1))
+        return torch.cat(total, -1).float()
+
+    @abstractmethod
+    def _again(self) -> Iterator[Tensor]:
+        """Logits of many queries, which are too many to be kept, block after block."""
+
+
+class CodedAttention(WindowAttention):
+    """Attention over windows in arrays of their own."""
 
     def __init__(
         self,
@@ -78,17 +130,8 @@ class CodedAttention:
         codec: Codec,
         scale: float,
     ):
-        self._packed = queries.unflatten(1, (coded.positions.shape[1], -1)).flatten(2, 3)
-        self._query_positions, self._coded, self._codec, self._scale = query_positions, coded, codec, scale
-        self._shape = queries.shape
-        self._part, self._logits = read_coded(self._packed, coded, codec, scale)
-        self._logsum = self._part.logsum
-        self._known: dict[tuple[int | None, float, float], Tensor] = {}
-
-    @property
-    def logsum(self) -> Float[Tensor, "B HG T"]:
-        """Log of what each query's softmax adds up to over the windows."""
-        return self._part.logsum.view(self._shape[:3])
+        self._coded, self._codec, self._scale = coded, codec, scale
+        super().__init__(queries, query_positions, coded.positions.shape[1], codec.window)
 
     def with_slots(
         self,
@@ -104,17 +147,7 @@ class CodedAttention:
         else:
             with torch.autocast(queries.device.type, enabled=False):
                 near = part_of(logits, values.float())
-        whole = merged(near, self._part)
-        self._logsum = whole.logsum
-        return whole.output.reshape(*self._shape[:3], -1).to(queries.dtype)
-
-    def received(self, last: int | None = None, *, power: float = 1.0, decay: float = 1.0) -> Float[Tensor, "B H W"]:
-        """What `AttentionMass.received` says of slots, of the windows: the mean over their tokens."""
-        asked = (last, power, decay)
-        if asked not in self._known:
-            with torch.autocast(self._packed.device.type, enabled=False):
-                self._known[asked] = self._sum(query_weights(self._query_positions, last, decay=decay), power)
-        return self._known[asked]
+        return self.with_part(near).to(queries.dtype)
 
     def tokens(self) -> CodedTokens:
         """All tokens dequantized: a whole copy, for checks alone."""
@@ -123,18 +156,10 @@ class CodedAttention:
         parts = (codec.positions(coded), codec.keys(coded), codec.values(coded), read)
         return CodedTokens(*(part.flatten(2, 3) for part in parts))
 
-    def _sum(self, counts: Float[Tensor, "B T"], power: float) -> Float[Tensor, "B H W"]:
-        group = self._packed.shape[2] // counts.shape[1]
-        share = (counts / group).repeat(1, group)[:, None, None]
-        total = []
-        for logits in self._again() if self._logits is None else [self._logits]:
-            weights = (logits - self._logsum).exp()
-            mass = (share.to(weights.dtype) @ (weights if power == 1 else weights.pow(power)))[:, :, 0]
-            total.append(mass.unflatten(-1, (-1, self._codec.window)).mean(-1))
-        return torch.cat(total, -1).float()
+    def _read(self) -> CodedPart:
+        return read_coded(self._packed, self._coded, self._codec, self._scale)
 
     def _again(self) -> Iterator[Tensor]:
-        """Logits of many queries, which are too many to be kept."""
         return (logits for _, logits in _blocks(self._packed, self._coded, self._codec, self._scale))
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from ..attention import CodedTokens
+from ..attention import CodedAttention, CodedTokens
 from ..policies import Observation, Policy
 from ..slots import EMPTY
 
@@ -40,7 +40,7 @@ def witnessed(policy: Policy) -> tuple[Policy, Log]:
     def track(self: Policy, seen: Observation) -> None:
         if not seen.ahead:
             assert seen.query_positions is not None
-            coded = None if seen.coded is None else seen.coded.tokens()
+            coded = seen.coded.tokens() if isinstance(seen.coded, CodedAttention) else None
             moment = Moment(seen.slots.positions.clone(), seen.query_positions.clone(), coded)
             log.setdefault(seen.layer, []).append(moment)
         kind.track(self, seen)

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..attention import CodedAttention
 from ..budget import Budget
 from ..cache import KVCache
 from ..metrics import FutureMass, Revivals, churn, cosine, heaviest, recovered, tier_mass
@@ -346,6 +347,7 @@ class _Account:
     def look(self, seen: Observation) -> None:
         """Note what the newest token pays to windows held as codes, at an event."""
         if seen.num_new == 1 and seen.coded is not None and int(seen.lengths[0]) % self._every == 0:
+            assert isinstance(seen.coded, CodedAttention)
             tokens = seen.coded.tokens()
             mass = seen.coded.received()[0]
             shape = (*mass.shape, -1)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..attention import AttentionMass, CodedAttention
+from ..attention import AttentionMass, WindowAttention
 from ..budget import Budget
 from ..rotation import Rotary
 from ..slots import Slots
@@ -107,7 +107,7 @@ class Observation:
     scale: float | None = None
     rotary: Rotary | None = None
     projection: Projection | None = None
-    coded: CodedAttention | None = None
+    coded: WindowAttention | None = None
     ahead: bool = False
     held: bool = False
     futures: Futures | None = None

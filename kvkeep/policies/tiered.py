@@ -4,7 +4,7 @@ B sequences, H KV heads, N slots, W windows of omega tokens each.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from jaxtyping import Float
@@ -113,6 +113,17 @@ class TieredPolicy(Policy):
                 "before it; choose a policy without tiers"
             )
 
+    def shard(self, index: int, count: int) -> Policy:
+        if count > 1 and self.share_heads:
+            raise ValueError(
+                f"{type(self).__name__} shares its windows among all KV heads of a layer, of which a worker has some: "
+                "set share_heads=False"
+            )
+        return self._with_ranking(self.ranking.shard(index, count))
+
+    def _with_ranking(self, ranking: Policy) -> "TieredPolicy":
+        return self
+
     @property
     def look(self) -> Look | None:
         return self.ranking.look
@@ -147,6 +158,9 @@ class Tiered(TieredPolicy):
 
     def _ranked_by(self) -> Policy:
         return self.of
+
+    def _with_ranking(self, ranking: Policy) -> TieredPolicy:
+        return replace(self, of=ranking)
 
     def settings(self) -> dict[str, Any]:
         plain = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -12,8 +12,11 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from ..fingerprint import fingerprint
+from ..frequencies import rotation_frequencies
 from ..layer import Plan
 from ..policies import Policy
+from ..rotation import rotary_of
 from .layers import ServedLayer
 from .pages import Pages
 from .refusals import refuse_layer, refuse_unsupported
@@ -64,7 +67,9 @@ class Builder(AttentionMetadataBuilder[Step]):
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         heads = kv_cache_spec.num_kv_heads
         group = model.get_num_attention_heads(parallel) // heads
-        self._steps = Steps(_settings().tokens, heads, group, kv_cache_spec.head_size, model.dtype)
+        settings = _settings()
+        shape = settings.page(heads=heads, head_size=kv_cache_spec.head_size, dtype=model.dtype)
+        self._steps = Steps(settings.policy, settings.budget, shape, group)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -113,8 +118,9 @@ class Implementation(AttentionImpl):
         model, settings = self._config.model_config, self._settings
         shape = settings.page(heads=self.num_kv_heads, head_size=self.head_size, dtype=model.dtype)
         text = model.hf_text_config
-        plan = Plan(text, self._policy, settings.budget, text.num_hidden_layers, None)
-        return ServedLayer(plan, extract_layer_index(name), Pages(memory, shape), settings.tokens)
+        rotary = None if self._policy.tiers is None else rotary_of(rotation_frequencies(fingerprint(text)))
+        plan = Plan(text, self._policy, settings.budget, text.num_hidden_layers, rotary)
+        return ServedLayer(plan, extract_layer_index(name), Pages(memory, shape))
 
 
 # one for all layers

@@ -1,34 +1,41 @@
 """One layer of a served model: prompts one by one, and all requests that decode together, on their pages.
 
-R requests that decode, T new tokens of a prompt, H KV heads, G query heads per KV head, D head size.
+R requests that decode, T new tokens of a prompt, H KV heads, G query heads per KV head, S slots that lie together,
+D head size.
 """
+
+from dataclasses import asdict
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from vllm import _custom_ops as kernels
 
-from ..attention import AttentionMass
-from ..layer import KVLayer, Plan
+from ..attention import AttentionMass, Part, WindowAttention
+from ..layer import KVLayer, Plan, Show, show
 from ..policies import Observation
 from ..slots import Slots
+from ..tiered_layer import TieredLayer
+from ..windows import Codec
+from .coded_attention import PagedCodedAttention
 from .mass import PagedMass
-from .pages import MULTIPLE, PagedSlots, Pages, rounded_up
-from .steps import INSTRUCTIONS, Decoding, Prompt, Sequences, Step
+from .pages import MULTIPLE, UNIT, PagedSlots, Pages, PageShape, rounded_up
+from .steps import INSTRUCTIONS, Decoding, Prompt, Sequences, Step, of_heads, of_prompt
 
 
 class DecodingLayer(KVLayer):
     """A KVLayer whose slots lie in pages: keys and values are read where they are."""
 
-    def __init__(self, plan: Plan, index: int, pages: Pages, tokens: int):
+    def __init__(self, plan: Plan, index: int, pages: Pages):
         super().__init__(plan, index, 0)
-        self._pages, self._tokens = pages, tokens
-        self._keys, self._values = (_as_sequences(array, pages) for array in (pages.turned_keys, pages.values))
+        self._pages = pages
+        self._keys, self._values = (_as_blocks(array, pages) for array in (pages.turned_keys, pages.values))
         self._step: Decoding | None = None
 
     @property
     def limit(self) -> tuple[int, Tensor | None]:
-        return self._tokens, None
+        assert self.plan.budget.tokens is not None
+        return self.plan.budget.tokens, None
 
     def decode(
         self,
@@ -39,7 +46,7 @@ class DecodingLayer(KVLayer):
         step: Decoding,
     ) -> Float[Tensor, "R HG D"]:
         """Take one token of each request, attend, and evict down to the budget."""
-        slots = PagedSlots(self._pages, step.pages, self._tokens + 1)
+        slots = self._held(step)
         self.slots, self.lengths, self.is_initialized = slots, step.seen, True
         self.has_empty = not step.full
         self._step = step
@@ -50,9 +57,18 @@ class DecodingLayer(KVLayer):
 
     def read(self, queries: Tensor, seen: Observation, scale: float, *, stock: bool = True) -> Tensor:
         step = self._step
-        assert step is not None
-        flat = queries.reshape(len(step.table), -1, queries.shape[-1])
-        return _attend(flat, self._keys, self._values, step.table, step.heads, scale).view(queries.shape)
+        assert step is not None and step.heads is not None
+        return self._attend_slots(queries, step.table, step.heads, scale)
+
+    def _held(self, step: Decoding) -> PagedSlots:
+        return PagedSlots(self._pages, step.pages, self.limit[0] + 1)
+
+    def _attend_slots(
+        self, queries: Float[Tensor, "R HG 1 D"], table: Tensor, heads: Sequences, scale: float
+    ) -> Float[Tensor, "R HG 1 D"]:
+        """Attention over the slots, each head a sequence."""
+        flat = queries.reshape(len(table), -1, queries.shape[-1])
+        return _attend(flat, self._keys, self._values, table, heads, scale).view(queries.shape)
 
     def _observe(
         self, queries: Tensor | None, query_positions: Tensor, num_new: int, scale: float | None
@@ -65,18 +81,56 @@ class DecodingLayer(KVLayer):
         self, queries: Tensor, query_positions: Tensor, scale: float, beyond: Float[Tensor, "B HG T"] | None
     ) -> AttentionMass:
         assert isinstance(self.slots, PagedSlots)
-        return PagedMass(queries, self.slots, query_positions, scale)
+        return PagedMass(queries, self.slots, query_positions, scale, beyond)
 
 
-class PromptLayer(KVLayer):
-    """A KVLayer that reads several new tokens of one sequence by vLLM's kernel."""
+class DecodingTiers(DecodingLayer):
+    """The same under a policy with tiers, where nothing is evicted: requests whose windows compete are read alone."""
 
-    def __init__(self, plan: Plan, index: int, sequence: Sequences):
-        super().__init__(plan, index, 0)
-        self._sequence = sequence
+    def __init__(self, plan: Plan, index: int, pages: Pages):
+        super().__init__(plan, index, pages)
+        record, tiers = pages.shape.record, plan.policy.tiers
+        assert record is not None and tiers is not None and plan.table is not None
+        self._codec = Codec(**asdict(record.shape), table=plan.table, shared=tiers.share_heads)
 
     def read(self, queries: Tensor, seen: Observation, scale: float, *, stock: bool = True) -> Tensor:
-        slots, sequence = seen.slots, self._sequence
+        assert self._step is not None and seen.attention is not None
+        holds = seen.slots.occupied.sum(-1).to(torch.int32).flatten()
+        heads = of_heads(holds, queries.shape[1] // self._pages.shape.heads, self._pages.shape)
+        output = self._attend_slots(queries, self._step.table, heads, scale)
+        if seen.coded is None:
+            return output
+        logits = seen.attention.logits
+        assert logits is not None
+        near = Part(output.view(*logits.shape[:3], -1).float(), logits.logsumexp(-1, keepdim=True))
+        return seen.coded.with_part(near).to(queries.dtype)
+
+    def settle(self, seen: Observation, show: Show = show) -> None:
+        if isinstance(seen.coded, PagedCodedAttention):
+            codes = seen.coded.codes
+            codes.worth = self.plan.policy.revise(codes.worth, seen)
+        show(self.plan.policy, seen)
+
+    def _held(self, step: Decoding) -> PagedSlots:
+        return PagedSlots(self._pages, step.pages)
+
+    def _attend_coded(self, queries: Tensor, query_positions: Tensor, scale: float) -> WindowAttention | None:
+        assert isinstance(self.slots, PagedSlots) and self.slots.codes is not None
+        codes = self.slots.codes
+        return PagedCodedAttention(queries, query_positions, codes, self._codec, scale) if codes.length else None
+
+
+class _Reading(KVLayer):
+    """A KVLayer that reads several new tokens of one sequence by vLLM's kernel."""
+
+    def __init__(self, plan: Plan, index: int, shape: PageShape):
+        super().__init__(plan, index, 0)
+        self._shape = shape
+
+    def read(self, queries: Tensor, seen: Observation, scale: float, *, stock: bool = True) -> Tensor:
+        if self.has_empty or seen.coded is not None:
+            return super().read(queries, seen, scale, stock=stock)
+        slots = seen.slots
         keys, values = (array[0].transpose(0, 1) for array in (slots.keys, slots.values))
         length, heads, size = keys.shape
         capacity = rounded_up(length, MULTIPLE)
@@ -84,17 +138,27 @@ class PromptLayer(KVLayer):
         block = keys.new_zeros(2, 1, heads, capacity, size)
         table = torch.zeros(1, 1, dtype=torch.int32)
         kernels.cpu_attn_reshape_and_cache(keys, values, block[0], block[1], torch.arange(length), INSTRUCTIONS)
+        sequence = of_prompt(queries.shape[2], length, queries.shape[1] // heads, self._shape)
         output = _attend(queries[0].transpose(0, 1).contiguous(), block[0], block[1], table, sequence, scale)
         return output.transpose(0, 1)[None]
+
+
+class PromptLayer(_Reading):
+    """One request's slots."""
+
+
+class PromptTiers(_Reading, TieredLayer):
+    """One request's slots and windows of codes."""
 
 
 class ServedLayer:
     """One layer of the model: what its prompts and its decoding requests keep lies in `pages`."""
 
-    def __init__(self, plan: Plan, index: int, pages: Pages, tokens: int):
+    def __init__(self, plan: Plan, index: int, pages: Pages):
         self._plan, self._index, self.pages = plan, index, pages
-        self._tokens = tokens
-        self._decoding = DecodingLayer(plan, index, pages, tokens)
+        tiered = plan.policy.tiers is not None
+        self._decoding = (DecodingTiers if tiered else DecodingLayer)(plan, index, pages)
+        self._prompt_layer: type[_Reading] = PromptTiers if tiered else PromptLayer
 
     def attend(
         self,
@@ -117,11 +181,12 @@ class ServedLayer:
     def _read_prompt(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, prompt: Prompt
     ) -> Float[Tensor, "1 HG T D"]:
-        layer = PromptLayer(self._plan, self._index, prompt.sequence)
-        held = self.pages.prompt(prompt.page, min(prompt.seen, self._tokens))
-        if held is not None:
+        layer = self._prompt_layer(self._plan, self._index, self.pages.shape)
+        if prompt.seen:
+            held = self.pages.prompt(prompt.page)
             lengths = torch.tensor([prompt.seen], dtype=torch.int32, device=keys.device)
-            counters = {"seen": prompt.seen, "has_empty": False, "fresh": 0}
+            has_empty = not bool(held.occupied.all())
+            counters = {"seen": prompt.seen, "has_empty": has_empty, "fresh": 0, "first_at": 0}
             layer.restore_state(counters, {**held.state(), "lengths": lengths})
         output = layer.attend(queries, keys, values, None, scale)
         assert isinstance(layer.slots, Slots)
@@ -129,13 +194,14 @@ class ServedLayer:
         return output
 
 
-def _as_sequences(array: Tensor, pages: Pages) -> Float[Tensor, "PH 1 N D"]:
-    """Every head of every page as a block of its own, in the shape in which vLLM's kernel takes blocks."""
-    shape = pages.shape
-    size = (pages.num_pages * shape.heads, 1, shape.capacity, shape.head_size)
-    # of a single head the stride may be anything
-    cell = array.stride(0) // shape.heads
-    return array.as_strided(size, (cell, cell, shape.head_size, 1))
+def _as_blocks(array: Tensor, pages: Pages) -> Float[Tensor, "U 1 S D"]:
+    """Every unit of memory as if a block of slots of one head began there, for vLLM's kernel to find them by number."""
+    shape, item = pages.shape, array.element_size()
+    # the last one ends where memory ends
+    units = (len(pages.cells) * shape.page_bytes - shape.block_bytes) // UNIT + 1
+    first = array.storage_offset() - shape.front_bytes // item
+    size, step = (units, 1, shape.together, shape.head_size), UNIT // item
+    return array.as_strided(size, (step, step, shape.head_size, 1), first)
 
 
 def _attend(

@@ -1,13 +1,14 @@
 // Products of a few queries with keys that lie turned in their page, channel by channel: the twin of mass.py.
 //
-// A cell of a page holds keys [D, capacity]; queries are [rows, heads, queries, D], logits [rows, heads, queries, slots].
+// A cell of a page holds blocks of keys [D, together]; queries are [rows, heads, queries, D], logits
+// [rows, heads, queries, slots].
 
 #include <stdint.h>
 #include <string.h>
 
 // sizes that are known where a function is called are then known inside it
 #define INLINE static inline __attribute__((always_inline))
-// numbers of a vector, and vectors of slots at a time; capacities are multiples of their product
+// numbers of a vector, and vectors of slots at a time; blocks are multiples of their product
 #define WIDTH 16
 #define VECTORS 2
 #define SLOTS (WIDTH * VECTORS)
@@ -15,7 +16,7 @@
 #define MOST 4
 
 typedef struct {
-    int64_t rows, heads, queries, size, slots, capacity, type, page_bytes, cell_bytes;
+    int64_t rows, heads, queries, size, slots, together, type, page_bytes, cell_bytes, block_bytes;
 } Sizes;
 
 typedef struct {
@@ -49,13 +50,14 @@ INLINE Floats load(const uint8_t *keys, int64_t at, const int type) {
     return wide;
 }
 
-// `count` queries with SLOTS slots from `first` on; no slot beyond the capacity is read, none beyond `slots` written
+// `count` queries with SLOTS slots from `first` on; no slot beyond its block is read, none beyond `slots` written
 INLINE void block(Sizes s, const uint8_t *keys, const float *queries, float *logits, int64_t first, const int count,
                   const int type) {
     Floats sums[MOST][VECTORS] = {0};
+    keys += first / s.together * s.block_bytes;
     for (int64_t d = 0; d < s.size; d++)
         for (int v = 0; v < VECTORS; v++) {
-            const Floats key = load(keys, d * s.capacity + first + v * WIDTH, type);
+            const Floats key = load(keys, d * s.together + first % s.together + v * WIDTH, type);
             for (int q = 0; q < count; q++) sums[q][v] += queries[q * s.size + d] * key;
         }
     const int64_t left = s.slots - first, whole = left < SLOTS ? left : SLOTS;

@@ -18,17 +18,24 @@ from .pages import PagedSlots
 
 # types of keys that the compiled function knows, by its own numbers
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SIZES = "rows heads queries size slots capacity type page_bytes cell_bytes"
+_SIZES = "rows heads queries size slots together type page_bytes cell_bytes block_bytes"
 _ARRAYS = "keys pages queries logits"
 
 
 class PagedMass(AttentionMass):
     """An AttentionMass of one query a request, over keys that stay where they are."""
 
-    def __init__(self, queries: Float[Tensor, "R HG 1 D"], slots: PagedSlots, positions: Tensor, scale: float):
+    def __init__(
+        self,
+        queries: Float[Tensor, "R HG 1 D"],
+        slots: PagedSlots,
+        positions: Tensor,
+        scale: float,
+        beyond: Float[Tensor, "R HG 1"] | None = None,
+    ):
         # in place of keys: they are read for the logits alone, by which everything is known
         nothing = queries.new_empty(1).expand(*slots.positions.shape, queries.shape[-1])
-        super().__init__(queries, nothing, slots.positions, positions, scale, has_empty=False)
+        super().__init__(queries, nothing, slots.positions, positions, scale, has_empty=False, beyond=beyond)
         self._slots = slots
 
     @cached_property
@@ -47,8 +54,8 @@ def compiled_products(queries: Float[Tensor, "R H G D"], slots: PagedSlots) -> F
     assert products is not None
     R, H, G, D = queries.shape
     logits = queries.new_empty(R, H, G, slots.length)
-    page = keys.stride(0) * keys.element_size()
-    sizes = (R, H, G, D, slots.length, keys.shape[-1], _TYPES[keys.dtype], page, page // H)
+    steps = (stride * keys.element_size() for stride in keys.stride()[:3])
+    sizes = (R, H, G, D, slots.length, keys.shape[-1], _TYPES[keys.dtype], *steps)
     arrays = (keys, slots.rows.contiguous(), queries.contiguous(), logits)
     products(_Sizes(*sizes), _Arrays(*(array.data_ptr() for array in arrays)))
     return logits

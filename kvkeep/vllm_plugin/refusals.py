@@ -6,6 +6,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from ..fingerprint import fingerprint
+from ..frequencies import rotation_frequencies
 from .settings import Settings
 
 # a name that vLLM's logging lets through
@@ -26,6 +27,8 @@ def refuse_unsupported(config: VllmConfig, settings: Settings) -> None:
         logger.warning_once("kvkeep: prefix caching is off, for no two requests keep the same tokens")
     try:
         settings.policy.check(fingerprint(text), list(range(text.num_hidden_layers)))
+        if settings.policy.tiers is not None:
+            rotation_frequencies(fingerprint(text))
     except ValueError as error:
         raise ValueError(f"kvkeep: {error}") from error
 

@@ -8,6 +8,7 @@ import torch
 
 from ..budget import Budget
 from ..policies import Policy, make_policy
+from ..policies.tiered import TieredPolicy
 from .pages import PageShape
 
 POLICY, BUDGET, SINKS, RECENT = "KVKEEP_POLICY", "KVKEEP_BUDGET", "KVKEEP_SINKS", "KVKEEP_RECENT"
@@ -75,7 +76,7 @@ class Settings:
 
     def page(self, *, heads: int, head_size: int, dtype: torch.dtype) -> PageShape:
         """What one request has in a layer of this shape."""
-        return PageShape.of(self.policy, self.tokens, heads=heads, head_size=head_size, dtype=dtype)
+        return PageShape.of(self.policy, self.budget, heads=heads, head_size=head_size, dtype=dtype)
 
     def environment(self) -> dict[str, str]:
         """What `read` would read these settings from."""
@@ -90,11 +91,13 @@ def _whole(name: str, text: str) -> int:
 
 
 def _refuse_unservable(name: str, policy: Policy) -> None:
-    if policy.tiers is not None:
-        raise ValueError(f"policy {name!r} holds codes beside slots, for which served pages have no place yet")
+    if policy.tiers is not None and policy.tiers.first_after:
+        raise ValueError(f"policy {name!r} goes over its budget behind a prompt (first_after), and pages end there")
     if policy.look is not None:
         raise ValueError(f"policy {name!r} looks ahead after each prompt, which a server cannot do")
-    missing = [what for need, what in _ABSENT.items() if need in policy.needs]
+    # tiers turn keys by a rotation that the model's config tells
+    needs = policy.ranking.needs if isinstance(policy, TieredPolicy) else policy.needs
+    missing = [what for need, what in _ABSENT.items() if need in needs]
     if missing:
         raise ValueError(f"policy {name!r} needs {missing[0]}, which is not at hand inside vLLM")
     if policy.schedule != "uniform":

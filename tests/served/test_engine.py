@@ -68,10 +68,11 @@ def load(folder: str) -> Any:
 
 def policy_of(name: str, folder: str, path: Path) -> str:
     """The policy, if learned with untrained weights for the model in `folder`."""
-    if name not in LEARNED:
+    ranking = name.removeprefix("tiered(").removesuffix(")")
+    if ranking not in LEARNED:
         return name
-    LEARNED[name].untrained(fingerprint(load(folder).config)).save_pretrained(path)
-    return f"{name}(weights='{path}')"
+    LEARNED[ranking].untrained(fingerprint(load(folder).config)).save_pretrained(path)
+    return name.replace(ranking, f"{ranking}(weights='{path}')")
 
 
 def alone_under_budget(folder: str, policy: str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -101,7 +102,7 @@ def test_nor_do_pieces_of_prompts_or_requests_that_wait(folder):
             assert engine.info["blocks"] == options.get("num_gpu_blocks_override", engine.info["blocks"])
 
 
-@pytest.mark.parametrize("name", ["streaming", "keydiff", "h2o", "snapkv", "kvp", "kvpop"])
+@pytest.mark.parametrize("name", ["streaming", "keydiff", "h2o", "snapkv", "kvp", "kvpop", "qevict", "tiered(kvp)"])
 def test_what_is_evicted_is_what_goes_under_transformers(folder, name, tmp_path):
     policy = policy_of(name, folder("llama"), tmp_path)
     assert served(folder("llama"), settings(policy, 48), PROMPTS) == alone_under_budget(
@@ -116,7 +117,7 @@ def test_a_prompt_in_pieces_is_evicted_piece_by_piece(folder):
     assert ours == alone_under_budget(folder("llama"), "snapkv", FEW, chunk=64)
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("snapkv", 400), ("snapkv", 48), ("kvpop", 48)])
+@pytest.mark.parametrize(("name", "tokens"), [("snapkv", 400), ("snapkv", 48), ("kvpop", 48), ("tiered(kvp)", 48)])
 def test_two_workers_share_the_heads(folder, name, tokens, tmp_path):
     policy = policy_of(name, folder("llama"), tmp_path)
     one = served(folder("llama"), settings(policy, tokens), FEW)

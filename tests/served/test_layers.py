@@ -10,8 +10,12 @@ from transformers import LlamaConfig
 
 from kvkeep.budget import Budget
 from kvkeep.fingerprint import fingerprint
+from kvkeep.frequencies import rotation_frequencies
 from kvkeep.layer import KVLayer, Plan
 from kvkeep.policies import KVP, KVpop, KVpopMLP, Policy, make_policy
+from kvkeep.policies.tiered import Tiered
+from kvkeep.rotation import rotary_of
+from kvkeep.tiered_layer import TieredLayer
 from kvkeep.vllm_plugin.layers import ServedLayer
 from kvkeep.vllm_plugin.pages import Pages, PageShape
 from kvkeep.vllm_plugin.steps import Steps
@@ -36,6 +40,8 @@ LEARNED: dict[str, type[Any]] = {"kvp": KVP, "kvpop": KVpop, "kvpop_mlp": KVpopM
 
 
 def policy_of(name: str) -> Policy:
+    if name == "tiered(kvpop)":
+        return Tiered(of=policy_of("kvpop"))
     if name in LEARNED:
         return LEARNED[name].untrained(fingerprint(CONFIG))
     return make_policy(name)
@@ -44,15 +50,19 @@ def policy_of(name: str) -> Policy:
 class Served:
     """Requests on pages of one layer, and each of them alone in a KVLayer."""
 
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32, num_pages: int = 8, H: int = H):
+    def __init__(
+        self, name: str, dtype: torch.dtype = torch.float32, num_pages: int = 8, H: int = H, tokens: int = TOKENS
+    ):
         self.heads = H
-        policy = policy_of(name)
-        plan = Plan(CONFIG, policy, Budget(tokens=TOKENS, sinks=2, recent=4), 3, None)
-        self.shape = PageShape.of(policy, TOKENS, heads=H, head_size=D, dtype=dtype)
+        policy, budget = policy_of(name), Budget(tokens=tokens, sinks=2, recent=4)
+        plan = Plan(CONFIG, policy, budget, 3, rotary_of(rotation_frequencies(fingerprint(CONFIG))))
+        self.shape = PageShape.of(policy, budget, heads=H, head_size=D, dtype=dtype)
         memory = torch.zeros(num_pages, H, self.shape.capacity, self.shape.slot_bytes, dtype=torch.int8)
+        # what was there before is anything
+        memory.random_(generator=torch.Generator().manual_seed(1))
         self.pages = Pages(memory, self.shape)
-        self.layer = ServedLayer(plan, LAYER, self.pages, TOKENS)
-        self.steps = Steps(TOKENS, H, G, D, dtype)
+        self.layer = ServedLayer(plan, LAYER, self.pages)
+        self.steps = Steps(policy, budget, self.shape, G)
         self.plan, self.dtype = plan, dtype
         self.alone: dict[int, KVLayer] = {}
         self.lengths: dict[int, int] = {}
@@ -62,7 +72,8 @@ class Served:
         return torch.randn(count, heads, D, generator=self.generator).to(self.dtype) * 2
 
     def start(self, page: int) -> None:
-        self.alone[page], self.lengths[page] = KVLayer(self.plan, LAYER, 0), 0
+        kind = KVLayer if self.plan.policy.tiers is None else TieredLayer
+        self.alone[page], self.lengths[page] = kind(self.plan, LAYER, 0), 0
 
     def step(self, counts: dict[int, int]) -> Iterator[tuple[Tensor, Tensor]]:
         """So many new tokens for the request on each page: the served output, and that of the request alone."""
@@ -93,7 +104,7 @@ class Served:
                 assert self.kept(page) == self.kept_alone(page)
 
     def kept(self, page: int) -> list[set[int]]:
-        return [set(head.tolist()) - {-1} for head in self.pages.numbers[page, :, 0]]
+        return [set(head.tolist()) - {-1} for head in self.pages.prompt(page).positions[0]]
 
     def kept_alone(self, page: int) -> list[set[int]]:
         slots = self.alone[page].slots
@@ -117,6 +128,34 @@ def test_pages_keep_what_our_own_cache_keeps(name):
     ]
     served.follow(program)
     assert any(len(served.kept(page)[0]) == TOKENS for page in (1, 3, 5))
+
+
+TIERED = (
+    "qevict",
+    "qevict(promote=False, bits=4)",
+    "tiered(h2o)",
+    "tiered(h2o, q=0)",
+    "tiered(tova, omega=4, share_heads=True)",
+    "tiered(kvpop)",
+)
+
+
+@pytest.mark.parametrize("name", TIERED)
+def test_pages_with_codes_keep_what_our_own_cache_keeps(name):
+    served = Served(name, tokens=72)
+    for page in (5, 1, 3):
+        served.start(page)
+    program = [
+        {5: 160},
+        {5: 33, 1: 30},
+        {5: 1, 1: 1, 3: 1},
+        *[{3: 1, 5: 1, 1: 1}] * 70,
+        {1: 7, 3: 1},
+        *[{1: 1, 5: 1}] * 19,
+        {5: 300},
+        *[{3: 1, 5: 1, 1: 1}] * 30,
+    ]
+    served.follow(program)
 
 
 def test_a_worker_may_have_a_single_head():
