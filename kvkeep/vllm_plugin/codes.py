@@ -56,7 +56,7 @@ class PagedCodes:
 
     def record(self, row: int) -> Record:
         """How the windows of one request are laid out."""
-        return self._record.with_key_bits(int(self.bits[row]) or self._record.shape.key_bits)
+        return self._record.by_bits[int(self.bits[row])]
 
     def replaced(self, coded: Slots | None) -> "PagedCodes":
         """Write other windows in place of the only request's, or none."""
@@ -94,10 +94,7 @@ class PagedCodes:
 
     @cached_property
     def _record_bytes(self) -> Int[Tensor, " R"]:
-        sizes = torch.zeros(9, dtype=torch.long)
-        for record in self._record.all_bits:
-            sizes[record.shape.key_bits] = record.num_bytes
-        return sizes[self.bits]
+        return self._record.bytes_by_bits[self.bits]
 
     @cached_property
     def _exist(self) -> Bool[Tensor, "R W"]:

@@ -14,6 +14,7 @@ from vllm import _custom_ops as kernels
 from ..attention import AttentionMass, Part, WindowAttention
 from ..layer import KVLayer, Plan, Show, show
 from ..policies import Observation
+from ..routing import Room
 from ..slots import Slots
 from ..tiered_layer import TieredLayer
 from ..windows import Codec
@@ -149,6 +150,13 @@ class PromptLayer(_Reading):
 
 class PromptTiers(_Reading, TieredLayer):
     """One request's slots and windows of codes."""
+
+    def _room(self, num_new: int) -> int:
+        # pages have the room
+        return 0
+
+    def _room_behind(self, room: Room, length: int) -> int:
+        return 0
 
 
 class ServedLayer:

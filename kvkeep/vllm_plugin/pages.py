@@ -71,7 +71,7 @@ class PageShape:
             return plain
         record = Record(policy.tiers.window_shape(head_size, head_size))
         tiered = cls(heads, capacity, head_size, dtype, policy.side, streams, record)
-        room = max(_room(tiered, policy, budget, of_bits) for of_bits in record.all_bits)
+        room = max(_room(tiered, policy, budget, of_bits) for of_bits in record.by_bits.values())
         return cls(heads, capacity, head_size, dtype, policy.side, streams, record, room)
 
     @property

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from ..attention.kernel import FIELDS
@@ -65,24 +65,28 @@ class Record:
             start = fields[name].stop
         return fields
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of a record."""
         return -(-self.fields["keys"].stop // _ALIGNED) * _ALIGNED
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where the arrays lie that the compiled attention reads."""
         return tuple(self.fields[name].start if name in self.fields else -1 for name in FIELDS)
 
-    def with_key_bits(self, bits: int) -> "Record":
-        """The record of a layer whose keys need so many bits."""
-        return Record(replace(self.shape, key_bits=bits))
+    @cached_property
+    def by_bits(self) -> dict[int, "Record"]:
+        """The records that may come of this one, by the bits of their keys, which may need more than were asked for."""
+        return {bits: Record(replace(self.shape, key_bits=bits)) for bits in BITS if bits >= self.shape.key_bits}
 
-    @property
-    def all_bits(self) -> list["Record"]:
-        """The records that may come of this one: keys may need more bits than were asked for."""
-        return [self.with_key_bits(bits) for bits in BITS if bits >= self.shape.key_bits]
+    @cached_property
+    def bytes_by_bits(self) -> Int[Tensor, "9"]:
+        """Bytes of a record whose keys take so many bits; 0 for 0, which is no record."""
+        sizes = torch.zeros(BITS[-1] + 1, dtype=torch.long)
+        for bits, record in self.by_bits.items():
+            sizes[bits] = record.num_bytes
+        return sizes
 
     def views(self, records: UInt8[Tensor, "*S R"]) -> dict[str, Tensor]:
         """The arrays `[*S, ...]` in records, as views that may be written."""
