@@ -12,7 +12,7 @@ the slots; what they cover is no slot. Before the streams stand the number of wi
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..budget import Budget
-from ..policies import Policy
-from ..routing import free_bytes, share_out
+from ..policies import Policy, Tiers
 from ..slots import EMPTY, Slots
 from ..windows import TieredSlots
 from .codes import PagedCodes
 from .records import Record
+from .room import TierRoom
 
 _NUMBER = 4
 # vLLM's CPU kernel takes slots in blocks of so many
@@ -70,9 +70,18 @@ class PageShape:
         if policy.tiers is None:
             return plain
         record = Record(policy.tiers.window_shape(head_size, head_size))
-        tiered = cls(heads, capacity, head_size, dtype, policy.side, streams, record)
-        room = max(_room(tiered, policy, budget, of_bits) for of_bits in record.by_bits.values())
-        return cls(heads, capacity, head_size, dtype, policy.side, streams, record, room)
+        tiered = replace(plain, record=record)
+        most = max(
+            tiered.tier_room(policy.tiers, budget, one).cell_bytes(tiered.block_bytes, tiered.together)
+            for one in record.by_bits.values()
+        )
+        return replace(tiered, room=most)
+
+    def tier_room(self, tiers: Tiers, budget: Budget, record: Record) -> TierRoom:
+        """What each tier may hold, in a layer with such records."""
+        element = self.dtype.itemsize
+        spared = element - min(element, tiers.element_bytes or element)
+        return TierRoom(tiers, budget, self.plain_bytes - 2 * spared * self.head_size, record)
 
     @property
     def together(self) -> int:
@@ -127,26 +136,6 @@ class PageShape:
     @property
     def page_bytes(self) -> int:
         return self.heads * self.cell_bytes
-
-
-def _room(shape: PageShape, policy: Policy, budget: Budget, record: Record) -> int:
-    """The most bytes that slots and codes of a cell take, however many tokens were read."""
-    tiers = policy.tiers
-    assert tiers is not None and budget.tokens is not None
-    window, protected = tiers.window, budget.sinks + budget.recent
-    spared = shape.dtype.itemsize - min(shape.dtype.itemsize, tiers.element_bytes or shape.dtype.itemsize)
-    slot_bytes = shape.heads * (shape.plain_bytes - 2 * spared * shape.head_size)
-    coded_bytes = shape.heads * record.shape.slot_bytes
-    free = free_bytes(torch.tensor([budget.tokens]), protected=protected, window=window, slot_bytes=slot_bytes)
-    # from so many windows on nothing changes any more
-    windows = torch.arange(int(free) // coded_bytes + 2)
-    sizes = {"full_bytes": window * slot_bytes, "coded_bytes": coded_bytes}
-    room = share_out(windows, free.expand_as(windows), quantized=tiers.quantized, **sizes)
-    # those that wait for the others of their window, and the next token
-    slots = protected + room.full * window + window
-    coded = torch.minimum(room.coded, windows).masked_fill(room.full == windows, 0)
-    blocks = torch.div(slots + shape.together - 1, shape.together, rounding_mode="floor")
-    return int((blocks * shape.block_bytes + coded * record.num_bytes).amax())
 
 
 class Pages:
