@@ -18,6 +18,7 @@ from .base import Observation
 from .files import PolicyFile
 from .learned import LearnedPolicy, Trained, policy_file, sizes_for
 from .scorers import Memory, Scorers, ScorerShape, load_scorers, make_scorers, memory_shapes
+from .scoring import Token, judge_one, serves
 
 _HELD, _LEVEL = "kvpop_held", "kvpop_level"
 _NEVER = torch.finfo(torch.float32).max
@@ -77,20 +78,37 @@ class KVpop(LearnedPolicy):
         places = seen.new_positions - delay
         # judged are the new tokens themselves, or those that leave the window
         index = _new_slots(seen) if delay == 0 else _slots_at(slots.positions, places, seen)
-        scorers: Scorers = self.trained.on(slots.keys.device)
-        rows = self.trained.rows(seen.layer, slots.keys.shape[1])
-        valid = seen.new_positions[:, :1] != EMPTY
         with torch.no_grad():
-            arrays = (seen.new_keys, seen.new_values, seen.new_positions)
-            if delay == 0:
-                asked = new = scorers.tokens(*arrays)
-            else:
-                pairs = zip((*slots.tokens(index), places), arrays, strict=True)
-                asked, new = scorers.tokens(*(torch.cat(pair, 2) for pair in pairs)).chunk(2, dim=2)
-            scores, memory = scorers.judge(asked, new, _memory(slots), valid, rows)
-            priority = static_priority(scores, places, scorers.log_decay[rows])
+            scores, memory = self._judge(seen, index, places)
+            priority = static_priority(scores, places, self._scorers(slots).log_decay[self._rows(seen)])
         slots.side("kvpop").scatter_(2, index, priority)
         _keep(slots, memory)
+
+    def _judge(
+        self, seen: Observation, index: Int[Tensor, "B H T"], places: Int[Tensor, "B H T"]
+    ) -> tuple[Float[Tensor, "B H T"], Memory | None]:
+        """The scores of the tokens in slots `index`, which stand at `places`, and what the memory then holds."""
+        slots, memory = seen.slots, _memory(seen.slots)
+        scorers, rows = self._scorers(slots), self._rows(seen)
+        new = Token(seen.new_keys, seen.new_values, seen.new_positions)
+        late = self.shape.delay > 0
+        if seen.num_new == 1 and serves(scorers, new.keys):
+            asked = Token(*slots.tokens(index), places) if late else new
+            return judge_one(scorers, asked, new, memory, rows)
+        valid = seen.new_positions[:, :1] != EMPTY
+        if not late:
+            tokens = scorers.tokens(*new)
+            return scorers.judge(tokens, tokens, memory, valid, rows)
+        pairs = zip((*slots.tokens(index), places), new, strict=True)
+        asked_tokens, new_tokens = scorers.tokens(*(torch.cat(pair, 2) for pair in pairs)).chunk(2, dim=2)
+        return scorers.judge(asked_tokens, new_tokens, memory, valid, rows)
+
+    def _scorers(self, slots: Slots) -> Scorers:
+        scorers: Scorers = self.trained.on(slots.positions.device)
+        return scorers
+
+    def _rows(self, seen: Observation) -> slice:
+        return self.trained.rows(seen.layer, seen.slots.positions.shape[1])
 
     def visible(self, seen: Observation, limits: Int[Tensor, " T"], budget: Budget) -> Bool[Tensor, "B H T N"]:
         # under limits that grow, what is held depends on when they did
