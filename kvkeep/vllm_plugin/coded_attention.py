@@ -58,6 +58,7 @@ class PagedCodedAttention(WindowAttention):
             hidden = nothing.new_full((*nothing.shape[:3], size), _HIDDEN)
             return nothing, hidden[..., :1], hidden
         codec = replace(self._codec, key_bits=self.codes.record(row).shape.key_bits)
-        part, logits = read_blocks(queries, coded, codec, self._scale)
-        assert logits is not None
-        return *part, pad(logits, (0, size - logits.shape[-1]), value=_HIDDEN)
+        few = [read_blocks(some, coded, codec, self._scale) for some in queries.split(kernel.MOST_QUERIES, dim=2)]
+        output, logsum = (torch.cat(arrays, dim=2) for arrays in zip(*(found.part for found in few), strict=True))
+        logits = torch.cat([found.logits for found in few if found.logits is not None], dim=2)
+        return output, logsum, pad(logits, (0, size - logits.shape[-1]), value=_HIDDEN)
