@@ -126,6 +126,19 @@ def test_tokens_that_come_do_not_touch_codes():
     assert torch.equal(back.keys[:, :, -1:], new[:1]) and (back.positions[..., -1] == 150).all()
 
 
+def test_codes_are_never_taken_for_keys():
+    arena = Arena(make_policy("tiered(h2o)"), 128)
+    for page, length in ((0, 600), (1, 120)):
+        arena.request(page, length)
+    codes = arena.pages.codes(torch.tensor([0]))
+    assert codes is not None
+    # all bits set is no number
+    arena.pages.cells[0, :, -int(codes.num_bytes) :] = 255
+    slots = PagedSlots(arena.pages, torch.tensor([0, 1]))
+    for array in (slots.keys, slots.values):
+        assert array.isfinite().all() and not array[~slots.occupied].any()
+
+
 @pytest.mark.parametrize("group", [G, 40])
 @pytest.mark.parametrize("policy", ["tiered(h2o)", "qevict(bits=4)", "tiered(h2o, guard=.000001)"])
 def test_attention_over_pages_is_that_of_each_request(policy, group):

@@ -233,11 +233,11 @@ class PagedSlots(Slots):
 
     @cached_property
     def keys(self) -> Float[Tensor, "R H N D"]:
-        return self.pages.keys[self.rows].flatten(2, 3)[:, :, : self.length]
+        return self._copied(self.pages.keys)
 
     @cached_property
     def values(self) -> Float[Tensor, "R H N D"]:
-        return self.pages.values[self.rows].flatten(2, 3)[:, :, : self.length]
+        return self._copied(self.pages.values)
 
     def store(self) -> None:
         """Write what is small back into the pages."""
@@ -249,6 +249,11 @@ class PagedSlots(Slots):
             self.pages.numbers[self.rows[row], :, block] = numbers[row, :, block]
         if self.pages.shape.streams:
             self.pages.streams[self.rows] = self._streams
+
+    def _copied(self, array: Float[Tensor, "P H C S D"]) -> Float[Tensor, "R H N D"]:
+        copied = array[self.rows].flatten(2, 3)[:, :, : self.length]
+        # codes, read as numbers, may be none
+        return copied if self.codes is None else copied.masked_fill_(~self.occupied[..., None], 0)
 
     @cached_property
     def _are_slots(self) -> Bool[Tensor, "R C"]:

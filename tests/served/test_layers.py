@@ -40,8 +40,9 @@ LEARNED: dict[str, type[Any]] = {"kvp": KVP, "kvpop": KVpop, "kvpop_mlp": KVpopM
 
 
 def policy_of(name: str) -> Policy:
-    if name == "tiered(kvpop)":
-        return Tiered(of=policy_of("kvpop"))
+    ranking = name.removeprefix("tiered(").removesuffix(")")
+    if name != ranking in LEARNED:
+        return Tiered(of=policy_of(ranking))
     if name in LEARNED:
         return LEARNED[name].untrained(fingerprint(CONFIG))
     return make_policy(name)
@@ -136,6 +137,8 @@ TIERED = (
     "tiered(h2o)",
     "tiered(h2o, q=0)",
     "tiered(tova, omega=4, share_heads=True)",
+    "tiered(keydiff, bits=8)",
+    "tiered(kvp)",
     "tiered(kvpop)",
 )
 
