@@ -78,6 +78,10 @@ class Slots:
         """Keys and values at slots `index`: its shape, and behind it the numbers of one slot."""
         return self._gather("keys", index), self._gather("values", index)
 
+    def lying(self, index: Int[Tensor, "B H M"]) -> tuple[Tensor, Tensor, Int[Tensor, "B H M"]]:
+        """Keys and values among which the tokens at slots `index` lie, uncopied where that can be, and where."""
+        return self.keys, self.values, index
+
     def side(self, name: str) -> Shaped[Tensor, "B H N ..."]:
         """The side array `name`, as a view that may be written."""
         return self._arrays[name][:, :, : self.length]
@@ -85,6 +89,11 @@ class Slots:
     @property
     def occupied(self) -> Bool[Tensor, "B H N"]:
         return self.positions != EMPTY
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._arrays["keys"].dtype
 
     @property
     def batch_size(self) -> int:

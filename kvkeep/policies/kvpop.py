@@ -18,7 +18,7 @@ from .base import Observation
 from .files import PolicyFile
 from .learned import LearnedPolicy, Trained, policy_file, sizes_for
 from .scorers import Memory, Scorers, ScorerShape, load_scorers, make_scorers, memory_shapes
-from .scoring import Token, judge_one, serves
+from .scoring import Token, find_slots, judge_one, serves
 
 _HELD, _LEVEL = "kvpop_held", "kvpop_level"
 _NEVER = torch.finfo(torch.float32).max
@@ -76,32 +76,41 @@ class KVpop(LearnedPolicy):
             return
         slots, delay = seen.slots, self.shape.delay
         places = seen.new_positions - delay
-        # judged are the new tokens themselves, or those that leave the window
-        index = _new_slots(seen) if delay == 0 else _slots_at(slots.positions, places, seen)
         with torch.no_grad():
-            scores, memory = self._judge(seen, index, places)
-            priority = static_priority(scores, places, self._scorers(slots).log_decay[self._rows(seen)])
+            if seen.num_new == 1 and serves(self._scorers(slots), slots):
+                index, priority, memory = self._judge_one(seen, places)
+            else:
+                # judged are the new tokens themselves, or those that leave the window
+                index = _new_slots(seen) if delay == 0 else _slots_at(slots.positions, places, seen)
+                scores, memory = self._judge(seen, index, places)
+                priority = static_priority(scores, places, self._scorers(slots).log_decay[self._rows(seen)])
         slots.side("kvpop").scatter_(2, index, priority)
         _keep(slots, memory)
+
+    def _judge_one(
+        self, seen: Observation, places: Int[Tensor, "B H 1"]
+    ) -> tuple[Int[Tensor, "B H 1"], Float[Tensor, "B H 1"], Memory | None]:
+        """The slot of the token that is judged, its static priority, and what the memory then holds."""
+        slots, new = seen.slots, _new_slots(seen)
+        index = find_slots(slots.positions, places, new) if self.shape.delay else new
+        keys, values, at = slots.lying(torch.cat([index, new], -1))
+        asked, fresh = Token(at[..., :1], places), Token(at[..., 1:], seen.new_positions)
+        rows = self._rows(seen)
+        return index, *judge_one(self._scorers(slots), keys, values, asked, fresh, _memory(slots), rows)
 
     def _judge(
         self, seen: Observation, index: Int[Tensor, "B H T"], places: Int[Tensor, "B H T"]
     ) -> tuple[Float[Tensor, "B H T"], Memory | None]:
         """The scores of the tokens in slots `index`, which stand at `places`, and what the memory then holds."""
-        slots, memory = seen.slots, _memory(seen.slots)
-        scorers, rows = self._scorers(slots), self._rows(seen)
-        new = Token(seen.new_keys, seen.new_values, seen.new_positions)
-        late = self.shape.delay > 0
-        if seen.num_new == 1 and serves(scorers, new.keys):
-            asked = Token(*slots.tokens(index), places) if late else new
-            return judge_one(scorers, asked, new, memory, rows)
-        valid = seen.new_positions[:, :1] != EMPTY
-        if not late:
+        scorers, rows = self._scorers(seen.slots), self._rows(seen)
+        new = (seen.new_keys, seen.new_values, seen.new_positions)
+        memory, valid = _memory(seen.slots), seen.new_positions[:, :1] != EMPTY
+        if self.shape.delay == 0:
             tokens = scorers.tokens(*new)
             return scorers.judge(tokens, tokens, memory, valid, rows)
-        pairs = zip((*slots.tokens(index), places), new, strict=True)
-        asked_tokens, new_tokens = scorers.tokens(*(torch.cat(pair, 2) for pair in pairs)).chunk(2, dim=2)
-        return scorers.judge(asked_tokens, new_tokens, memory, valid, rows)
+        pairs = zip((*seen.slots.tokens(index), places), new, strict=True)
+        asked, fresh = scorers.tokens(*(torch.cat(pair, 2) for pair in pairs)).chunk(2, dim=2)
+        return scorers.judge(asked, fresh, memory, valid, rows)
 
     def _scorers(self, slots: Slots) -> Scorers:
         scorers: Scorers = self.trained.on(slots.positions.device)

@@ -1,4 +1,4 @@
-// One token taken in and one judged by each agent of a layer: the twin of Scorers.judge for decoding.
+// One token taken in and one judged by each agent of a layer: the twin of Scorers.judge and static_priority for decoding.
 //
 // Rows are sequences, each with `agents` agents side by side. An agent's first layer is [size, width] with size = keys and
 // values of a token; of its columns the first `hidden + memory` read the token that is judged, the others the one taken in.
@@ -11,16 +11,24 @@
 
 typedef struct {
     int64_t rows, agents, key_size, value_size, turned, hidden, memory;
+    // numbers of keys and values are of this type; from row to row, agent to agent and slot to slot there are so many
+    int64_t type, key_row, key_agent, key_slot, value_row, value_agent, value_slot;
 } Sizes;
 
 typedef struct {
-    // [rows, agents, ...] of the token that is judged and of the one that is taken in; positions [rows, agents]
-    const float *asked_keys, *asked_values, *new_keys, *new_values;
-    const int64_t *asked_positions, *new_positions;
+    const void *keys, *values;
+    // of the token that is judged and of the one that is taken in, [rows, agents]: slots and positions
+    const int64_t *asked_slots, *asked_positions, *new_slots, *new_positions;
     // of the layer's agents
-    const float *frequencies, *weight, *bias, *norm, *last;
-    float *held, *levels, *scores;
+    const float *frequencies, *weight, *bias, *norm, *last, *log_decay;
+    float *held, *levels, *priorities;
 } Arrays;
+
+typedef struct {
+    int64_t rows, agents, slots, row, agent;
+} Places;
+
+enum { FP32, BF16, FP16 };
 
 static float silu(float x) { return x / (1 + expf(-x)); }
 
@@ -37,15 +45,33 @@ static void turn_to(int64_t position, int64_t half, const float *frequencies, An
     for (int64_t d = 0; d < half; d++) at->sines[d] = sinf((float)position * frequencies[d]);
 }
 
-// a key turned back to position 0, halves paired, and the value behind it
-static void read_token(Sizes s, const float *key, const float *value, const Angles *at, float *restrict token) {
-    const int64_t half = s.turned / 2;
-    for (int64_t d = 0; d < half; d++) {
-        token[d] = key[d] * at->cosines[d] + key[half + d] * at->sines[d];
-        token[half + d] = key[half + d] * at->cosines[d] - key[d] * at->sines[d];
+static void widen(const void *numbers, int64_t first, int64_t size, int64_t type, float *restrict wide) {
+    if (type == FP32) {
+        memcpy(wide, (const float *)numbers + first, sizeof(float) * size);
+    } else if (type == BF16) {
+        const uint16_t *narrow = (const uint16_t *)numbers + first;
+        for (int64_t d = 0; d < size; d++) {
+            const uint32_t bits = (uint32_t)narrow[d] << 16;
+            memcpy(wide + d, &bits, sizeof bits);
+        }
+    } else {
+        const _Float16 *narrow = (const _Float16 *)numbers + first;
+        for (int64_t d = 0; d < size; d++) wide[d] = (float)narrow[d];
     }
-    memcpy(token + s.turned, key + s.turned, sizeof(float) * (s.key_size - s.turned));
-    memcpy(token + s.key_size, value, sizeof(float) * s.value_size);
+}
+
+// the key of a slot turned back to position 0, halves paired, and the value behind it
+static void read_token(Sizes s, const Arrays *a, int64_t row, int64_t agent, int64_t slot, const Angles *at,
+                       float *restrict token) {
+    const int64_t half = s.turned / 2;
+    widen(a->keys, row * s.key_row + agent * s.key_agent + slot * s.key_slot, s.key_size, s.type, token);
+    widen(a->values, row * s.value_row + agent * s.value_agent + slot * s.value_slot, s.value_size, s.type,
+          token + s.key_size);
+    for (int64_t d = 0; d < half; d++) {
+        const float low = token[d], high = token[half + d];
+        token[d] = low * at->cosines[d] + high * at->sines[d];
+        token[half + d] = high * at->cosines[d] - low * at->sines[d];
+    }
 }
 
 // columns `first` to `last` of the first layer
@@ -118,12 +144,12 @@ int judge(Sizes s, Arrays a) {
     // no token has that position
     Angles late = {INT64_MIN, angles, angles + half}, now = {INT64_MIN, angles + 2 * half, angles + 3 * half};
     for (int64_t at = 0; at < s.rows * s.agents; at++) {
-        const int64_t agent = at % s.agents;
+        const int64_t row = at / s.agents, agent = at % s.agents;
         const float *weight = a.weight + agent * size * width, *bias = a.bias + agent * width;
         const float *last = a.last + agent * asked, *norm = a.norm + agent * 2 * s.memory;
         float score = 0;
         turn_to(a.asked_positions[at], half, a.frequencies, &late);
-        read_token(s, a.asked_keys + at * s.key_size, a.asked_values + at * s.value_size, &late, token);
+        read_token(s, &a, row, agent, a.asked_slots[at], &late, token);
         layer(size, width, token, weight, bias, 0, asked, out);
         for (int64_t h = 0; h < s.hidden; h++) score += silu(out[h]) * last[h];
         if (s.memory) {
@@ -131,7 +157,7 @@ int judge(Sizes s, Arrays a) {
             // padding changes nothing
             if (a.new_positions[at] >= 0) {
                 turn_to(a.new_positions[at], half, a.frequencies, &now);
-                read_token(s, a.new_keys + at * s.key_size, a.new_values + at * s.value_size, &now, token);
+                read_token(s, &a, row, agent, a.new_slots[at], &now, token);
                 layer(size, width, token, weight, bias, asked, width, out);
                 features(out + asked, s.memory, keys);
                 take_in(s.memory, keys, out + asked + s.memory, out[width - 2], out[width - 1], held, a.levels + at);
@@ -140,8 +166,21 @@ int judge(Sizes s, Arrays a) {
             find(s.memory, query, held, norm, norm + s.memory, found);
             for (int64_t m = 0; m < s.memory; m++) score += found[m] * last[s.hidden + m];
         }
-        a.scores[at] = score;
+        a.priorities[at] = score - (float)a.asked_positions[at] * a.log_decay[agent];
     }
     free(token);
     return 0;
+}
+
+// the slot in which each agent has the token at a position, that of `others` where there is none
+void find_slots(Places p, const int32_t *positions, const int64_t *wanted, const int64_t *others, int64_t *slots) {
+    for (int64_t at = 0; at < p.rows * p.agents; at++) {
+        const int32_t *held = positions + at / p.agents * p.row + at % p.agents * p.agent;
+        slots[at] = others[at];
+        for (int64_t n = 0; n < p.slots; n++)
+            if (held[n] == wanted[at]) {
+                slots[at] = n;
+                break;
+            }
+    }
 }

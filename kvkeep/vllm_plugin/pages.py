@@ -239,6 +239,13 @@ class PagedSlots(Slots):
     def values(self) -> Float[Tensor, "R H N D"]:
         return self._copied(self.pages.values)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pages.shape.dtype
+
+    def lying(self, index: Int[Tensor, "R H M"]) -> tuple[Tensor, Tensor, Int[Tensor, "R H M"]]:
+        return *self.tokens(index), torch.arange(index.shape[-1]).expand_as(index)
+
     def store(self) -> None:
         """Write what is small back into the pages."""
         numbers = self._numbers.unflatten(-1, (-1, self.pages.shape.together)).transpose(2, 3)
