@@ -30,7 +30,8 @@ typedef struct {
 
 enum { FP32, BF16, FP16 };
 
-static float silu(float x) { return x / (1 + expf(-x)); }
+// no exponential may overflow: what is compiled to be fast knows no infinity
+static float silu(float x) { return x / (1 + expf(x > -80 ? -x : 80)); }
 
 // cosines and sines of a position, which most agents share
 typedef struct {
