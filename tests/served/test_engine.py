@@ -53,9 +53,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return saved
 
 
-def served(folder: str, settings: Settings | None, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def served(
+    folder: str, settings: Settings | None, prompts: list[list[int]], new: int = NEW, **options: Any
+) -> list[list[int]]:
     with Engine(folder, settings, **{**ENGINE, **options}) as engine:
-        return engine.generate(prompts, NEW).tokens
+        return engine.generate(prompts, new).tokens
 
 
 def settings(policy: str, tokens: int) -> Settings:
@@ -87,8 +89,9 @@ def alone_under_budget(folder: str, policy: str, prompts: list[list[int]], **opt
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_budget_above_the_length_changes_no_token(folder, family):
-    alone = served(folder(family), None, PROMPTS)
-    assert served(folder(family), settings("tova", 400), PROMPTS) == alone
+    prompts = [*PROMPTS, *drawn(300, 20, 7, 250)]
+    alone = served(folder(family), None, prompts, new=64)
+    assert served(folder(family), settings("tova", 400), prompts, new=64) == alone
 
 
 def test_nor_do_pieces_of_prompts_or_requests_that_wait(folder):
