@@ -7,8 +7,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
+
+# types of keys and values that the functions know, by their own numbers
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +32,18 @@ def function(source: Path, name: str, *arguments: type, result: Any = None) -> C
 
 
 def library(source: Path) -> ctypes.CDLL | None:
-    """The functions of one file, built anew at each call.
+    """The functions of one file, built once a process.
 
     None without a compiler, or with KVKEEP_KERNEL=0 in the environment.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or os.environ.get("KVKEEP_KERNEL") == "0":
         return None
+    return _built(source, compiler)
+
+
+@cache
+def _built(source: Path, compiler: str) -> ctypes.CDLL | None:
     # a loaded library outlives its file
     with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
         unit, built = Path(folder) / "unit.o", Path(folder) / "unit.so"

@@ -26,7 +26,8 @@ _SOURCE = Path(__file__).with_name("coded.c")
 _SHAPE = "rows windows window queries key_size key_bits value_size value_bits rotated tokens"
 FIELDS = ("starts", "tokens", "dormant", "keys", "key_scale", "key_zero", "values", "value_scale", "value_zero")
 _ARRAYS = "queries cosines sines output logsums logits"
-_HIDDEN = -1.7e38
+# logits of what is hidden, as there
+HIDDEN = -1.7e38
 
 
 class _Shape(ctypes.Structure):
@@ -140,7 +141,7 @@ def _call(queries: Tensor, codec: Codec, scale: float, windows: int, last: int) 
     shape = _Shape(queries=X, rotated=cos.shape[1], tokens=windows * codec.window, **sizes)
     output = queries.new_empty(B, H, X, codec.value_size, dtype=torch.float32)
     logsum = queries.new_empty(B, H, X, 1, dtype=torch.float32)
-    logits = queries.new_full((B, H, X, shape.tokens), _HIDDEN, dtype=torch.float32)
+    logits = queries.new_full((B, H, X, shape.tokens), HIDDEN, dtype=torch.float32)
     held = ((queries.float() * scale).contiguous(), cos, sin, output, logsum, logits)
     arrays = _Arrays(*(array.data_ptr() for array in held))
     return _Call(shape, arrays, Found(output, logsum, logits), held)

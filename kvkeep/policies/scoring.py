@@ -13,12 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..attention.compiled import function
+from ..attention.compiled import TYPES, function
 from ..slots import Slots
 from .scorers import Memory, Scorers
 
-# types of keys and values that the compiled function knows, by its own numbers
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # as in scoring.c
 _SIZES = "rows agents key_size value_size turned hidden memory type "
 _STEPS = "key_row key_agent key_slot value_row value_agent value_slot"
@@ -36,7 +34,7 @@ class Token(NamedTuple):
 
 def serves(scorers: Scorers, slots: Slots) -> bool:
     """Whether the compiled functions judge with these scorers: learned ones, on a CPU, with a compiler."""
-    known = slots.positions.device.type == "cpu" and slots.dtype in _TYPES
+    known = slots.positions.device.type == "cpu" and slots.dtype in TYPES
     return known and scorers.folded is not None and _judge() is not None
 
 
@@ -87,7 +85,7 @@ def judge_one(
     given = [array.contiguous() for array in (*(index.long() for index in (*asked, *new)), *weights)]
     hidden, size = shape.hidden * shape.reads_token, shape.memory * shape.reads_memory
     steps = (*keys.stride()[:3], *values.stride()[:3])
-    sizes = (B, A, shape.key_size, shape.value_size, shape.turned, hidden, size, _TYPES[keys.dtype], *steps)
+    sizes = (B, A, shape.key_size, shape.value_size, shape.turned, hidden, size, TYPES[keys.dtype], *steps)
     arrays = (keys, values, *given, *(memory or (nothing, nothing)), priorities)
     if judge(_Sizes(*sizes), _Arrays(*(array.data_ptr() for array in arrays))):
         raise MemoryError("no memory for the scores of a step")

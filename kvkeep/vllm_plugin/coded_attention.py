@@ -15,9 +15,6 @@ from ..attention import CodedPart, Part, WindowAttention, coded_part, kernel, re
 from ..windows import Codec
 from .codes import PagedCodes
 
-# as parts.py hides what may not be seen
-_HIDDEN = torch.finfo(torch.float32).min / 2
-
 
 class PagedCodedAttention(WindowAttention):
     """Attention of one new query a request over its windows, of which some requests may have none."""
@@ -55,10 +52,10 @@ class PagedCodedAttention(WindowAttention):
         size = self.codes.length * self._codec.window
         if coded is None:
             nothing = queries.new_zeros(queries.shape, dtype=torch.float32)
-            hidden = nothing.new_full((*nothing.shape[:3], size), _HIDDEN)
+            hidden = nothing.new_full((*nothing.shape[:3], size), kernel.HIDDEN)
             return nothing, hidden[..., :1], hidden
         codec = replace(self._codec, key_bits=self.codes.record(row).shape.key_bits)
         few = [read_blocks(some, coded, codec, self._scale) for some in queries.split(kernel.MOST_QUERIES, dim=2)]
         output, logsum = (torch.cat(arrays, dim=2) for arrays in zip(*(found.part for found in few), strict=True))
         logits = torch.cat([found.logits for found in few if found.logits is not None], dim=2)
-        return output, logsum, pad(logits, (0, size - logits.shape[-1]), value=_HIDDEN)
+        return output, logsum, pad(logits, (0, size - logits.shape[-1]), value=kernel.HIDDEN)

@@ -13,11 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import AttentionMass
-from ..attention.compiled import function
+from ..attention.compiled import TYPES, function
 from .pages import PagedSlots
 
-# types of keys that the compiled function knows, by its own numbers
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SIZES = "rows heads queries size slots together type page_bytes cell_bytes block_bytes"
 _ARRAYS = "keys pages queries logits"
 
@@ -55,7 +53,7 @@ def compiled_products(queries: Float[Tensor, "R H G D"], slots: PagedSlots) -> F
     R, H, G, D = queries.shape
     logits = queries.new_empty(R, H, G, slots.length)
     steps = (stride * keys.element_size() for stride in keys.stride()[:3])
-    sizes = (R, H, G, D, slots.length, keys.shape[-1], _TYPES[keys.dtype], *steps)
+    sizes = (R, H, G, D, slots.length, keys.shape[-1], TYPES[keys.dtype], *steps)
     arrays = (keys, slots.rows.contiguous(), queries.contiguous(), logits)
     products(_Sizes(*sizes), _Arrays(*(array.data_ptr() for array in arrays)))
     return logits

@@ -226,9 +226,7 @@ class PagedSlots(Slots):
         self._arrays = {"positions": positions, **side}
         self.streams = _named_streams(self._streams, pages.shape)
         self.length = positions.shape[-1]
-        if length is None:
-            length = min(self.length, int(self.occupied.sum(-1).amax()) + 1)
-        self.length = length
+        self.length = min(self.length, int(self.occupied.sum(-1).amax()) + 1) if length is None else length
         self.holes = self.occupied.byte().argmin(-1)
 
     @cached_property
