@@ -1,7 +1,8 @@
 """What the attention output loses with a few neighbouring tokens, in closed form.
 
 B sequences, H KV heads, G query heads per KV head, N slots, T queries, D head size, E hidden size, C chunks of c
-neighbours each.
+neighbours each. All first neighbours lie side by side, then all second ones: so that what is summed over queries or over
+a chunk is summed along rows.
 
 A query gives the weights a to the tokens it sees and reads o. Without the tokens j of a chunk the weights of the others
 grow, and it reads o + d:
@@ -94,7 +95,7 @@ def deletion_cost(
         # one row of weights a query head, which sums over queries
         weights = part.weights.to(cells.values.dtype)[:, None, None, None]
         cost = cost + _leave_out(cells, reading, weights, inner, gram, epsilon)
-        mass = mass + (weights @ reading.attention.flatten(4)).unflatten(-1, (-1, chunk))[..., 0, :, :]
+        mass = mass + (weights @ reading.attention.flatten(4)).unflatten(-1, (chunk, -1))[..., 0, :, :]
         square = square + (weights @ reading.of_chunks.square())[..., 0, :]
     if guard:
         least = _unlike_reserve(cells, mass, cells.of(reserve), inner, gram)
@@ -140,7 +141,7 @@ def squared(
 class _Cells:
     """Slots in order of position, each chunk in c cells of its own; cells without a token lie in between.
 
-    `keys` `[B, H, C * c, D]`, `values` `[B, H, C, c, Dv]`, `positions` `[B, H, C * c]` (-1: no token), `sizes`
+    `keys` `[B, H, c * C, D]`, `values` `[B, H, c, C, Dv]`, `positions` `[B, H, c * C]` (-1: no token), `sizes`
     `[B, H, C]`.
     """
 
@@ -152,19 +153,19 @@ class _Cells:
         rank = first.long().cumsum(-1) - 1
         num_chunks = int(rank.max()) + 1
         # empty slots share a cell behind all others, which is cut off
-        place = torch.where(at != EMPTY, rank * chunk + at % chunk, num_chunks * chunk)
+        place = torch.where(at != EMPTY, at % chunk * num_chunks + rank, num_chunks * chunk)
         cell = order.new_full((*at.shape[:2], num_chunks * chunk + 1), EMPTY).scatter_(-1, place, order)[..., :-1]
         self.chunk, self._slot = chunk, cell.clamp(min=0)
         self._home = torch.zeros_like(order).scatter_(-1, order, rank.clamp(min=0))
         self.positions = positions.gather(-1, self._slot).masked_fill(cell == EMPTY, EMPTY)
-        self.sizes = (cell != EMPTY).unflatten(-1, (-1, chunk)).sum(-1).clamp(min=1)
+        self.sizes = (cell != EMPTY).unflatten(-1, (chunk, -1)).sum(-2).clamp(min=1)
         dtype = torch.promote_types(slots.keys.dtype, dtype)
         keys, values = slots.tokens(self._slot)
-        self.keys, self.values = keys.to(dtype), values.to(dtype).unflatten(2, (-1, chunk))
+        self.keys, self.values = keys.to(dtype), values.to(dtype).unflatten(2, (chunk, -1))
 
-    def of(self, marks: Bool[Tensor, "B H N"]) -> Bool[Tensor, "B H C c"]:
+    def of(self, marks: Bool[Tensor, "B H N"]) -> Bool[Tensor, "B H c C"]:
         """Marks of slots, at their cells."""
-        return (marks.gather(-1, self._slot) & (self.positions != EMPTY)).unflatten(-1, (-1, self.chunk))
+        return (marks.gather(-1, self._slot) & (self.positions != EMPTY)).unflatten(-1, (self.chunk, -1))
 
     def spread(self, worth: Float[Tensor, "B H C"]) -> Float[Tensor, "B H N"]:
         """Each chunk's worth, at its slots."""
@@ -185,7 +186,7 @@ def _tiles(asked: Asked, cells: _Cells) -> list[Asked]:
 class _Reading(NamedTuple):
     """What each query gives to each cell and to each chunk, and what it reads."""
 
-    attention: Float[Tensor, "B H G T C c"]
+    attention: Float[Tensor, "B H G T c C"]
     of_chunks: Float[Tensor, "B H G T C"]
     output: Float[Tensor, "B H G T Dv"]
 
@@ -194,34 +195,31 @@ def _read(cells: _Cells, asked: Asked, scale: float) -> _Reading:
     (B, HG, T, D), H = asked.queries.shape, cells.keys.shape[1]
     rows = (asked.queries.to(cells.keys.dtype) * scale).reshape(B, H, -1, D)
     logits = (rows @ cells.keys.mT).view(B, H, HG // H, T, -1)
-    _hide(logits, cells.positions, asked.positions)
+    _hide(logits, cells, asked.positions)
     attention = logits.softmax(-1)
     output = (attention.view(B, H, HG // H * T, -1) @ cells.values.flatten(2, 3)).view(B, H, HG // H, T, -1)
-    attention = attention.unflatten(-1, (-1, cells.chunk))
-    return _Reading(attention, _sums(attention), output)
+    attention = attention.unflatten(-1, (cells.chunk, -1))
+    return _Reading(attention, attention.sum(-2), output)
 
 
-def _sums(cells: Float[Tensor, "*dims C c"]) -> Float[Tensor, "*dims C"]:
-    # several times as fast as sum(-1) over so few
-    return cells @ cells.new_ones(cells.shape[-1])
-
-
-def _hide(logits: Float[Tensor, "B H G T N"], positions: Int[Tensor, "B H N"], at: Int[Tensor, "B T"]) -> None:
+def _hide(logits: Float[Tensor, "B H G T cC"], cells: _Cells, at: Int[Tensor, "B T"]) -> None:
     """Let no query see an empty cell or what came after it, in place."""
-    empty = positions == EMPTY
+    empty = cells.positions == EMPTY
     if bool(empty.any()):
         logits.masked_fill_(empty[:, :, None, None], -torch.inf)
     # padding sees everything, so that its rows, which count nothing, are finite
     reach = at.masked_fill(at == EMPTY, torch.iinfo(at.dtype).max)
-    # most cells come before every query
-    later = (positions > reach.amin()).any(0).any(0)
+    positions = cells.positions.unflatten(-1, (cells.chunk, -1))
+    # most chunks come before every query
+    later = (positions > reach.amin()).flatten(0, 2).any(0)
     start = int(later.int().argmax()) if bool(later.any()) else len(later)
-    tail = positions[:, :, None, None, start:] > reach[:, None, None, :, None]
-    logits[..., start:].masked_fill_(tail, -torch.inf)
+    tail = positions[:, :, None, None, :, start:] > reach[:, None, None, :, None, None]
+    logits.unflatten(-1, (cells.chunk, -1))[..., start:].masked_fill_(tail, -torch.inf)
 
 
-def _inner(values: Float[Tensor, "B H C c Dv"], gram: Tensor | None) -> Float[Tensor, "B H S G C c c"]:
+def _inner(values: Float[Tensor, "B H c C Dv"], gram: Tensor | None) -> Float[Tensor, "B H S G c c C"]:
     """Inner products of the projected values of each chunk, for every pair of query heads that `gram` has."""
+    values = values.transpose(2, 3)
     (B, H, _, chunk, size), pairs = values.shape, (1, 1) if gram is None else gram.shape[1:3]
     # all pairs side by side: one product a KV head, whose rows are the chunks' again
     beside = None if gram is None else gram.permute(0, 3, 1, 2, 4).flatten(2)
@@ -231,7 +229,7 @@ def _inner(values: Float[Tensor, "B H C c Dv"], gram: Tensor | None) -> Float[Te
             part if beside is None else (part.flatten(2, 3) @ beside).view(B, H, -1, chunk * math.prod(pairs), size)
         )
         parts.append((turned @ part.mT).unflatten(3, (chunk, *pairs)))
-    return torch.cat(parts, dim=2).permute(0, 1, 4, 5, 2, 3, 6).contiguous()
+    return torch.cat(parts, dim=2).permute(0, 1, 4, 5, 3, 6, 2).contiguous()
 
 
 def _leave_out(
@@ -260,9 +258,9 @@ def _leave_out(
 def _lost(cells: _Cells, reading: _Reading, chunk: Int[Tensor, "B H G T 1"]) -> Float[Tensor, "B H G T Dv"]:
     """sum_j a_j (v_j - o) over one chunk for each query."""
     rows, heads = (torch.arange(size, device=chunk.device) for size in chunk.shape[:2])
-    values = cells.values[rows[:, None, None, None], heads[:, None, None], chunk[..., 0]]
-    shares = reading.attention.gather(4, chunk[..., None].expand(*chunk.shape, cells.chunk))
-    return ((values - reading.output[..., None, :]) * shares[..., 0, :, None]).sum(-2)
+    values = cells.values[rows[:, None, None, None], heads[:, None, None], :, chunk[..., 0]]
+    shares = reading.attention.gather(5, chunk[..., None].expand(*chunk.shape[:4], cells.chunk, 1))
+    return ((values - reading.output[..., None, :]) * shares).sum(-2)
 
 
 def _energy(
@@ -272,33 +270,38 @@ def _energy(
 
     Where `gram` has no shifts, heads are added up behind the square.
     """
-    share, sums = reading.attention * factor[..., None], reading.of_chunks * factor
-    # queries last: then the shares of a chunk are the rows of a matrix
-    rows = share.flatten(4).mT.contiguous().unflatten(3, (-1, cells.chunk))
+    share, sums = reading.attention * factor[..., None, :], reading.of_chunks * factor
     total = share.new_zeros(())
     for shift in range(inner.shape[2]):
-        others, read = rows.roll(-shift, 2), reading.output.roll(-shift, 2)
+        # a roll by nothing is a copy all the same
+        others, theirs, read = (x.roll(-shift, 2) if shift else x for x in (share, sums, reading.output))
         turned = read if gram is None else read @ gram[:, shift].mT
-        among = ((rows @ others.mT) * inner[:, :, shift]).sum((2, 4, 5))
-        theirs = sums.roll(-shift, 2)
         # summed over queries and heads before values come in: tokens x head size is less than queries x tokens
-        toward = (share * theirs[..., None]).flatten(4).flatten(2, 3).mT @ turned.flatten(2, 3)
-        toward = (toward.unflatten(2, (-1, cells.chunk)) * cells.values).sum((-1, -2))
+        toward = (share * theirs[..., None, :]).flatten(4).flatten(2, 3).mT @ turned.flatten(2, 3)
+        toward = (toward.unflatten(2, (cells.chunk, -1)) * cells.values).sum((2, -1))
         lengths = (turned * reading.output).sum(-1, keepdim=True)
-        total = total + among - 2 * toward + (theirs * sums * lengths).sum((2, 3))
+        total = total + _among(share, others, inner[:, :, shift]) - 2 * toward + (theirs * sums * lengths).sum((2, 3))
     return total
 
 
-def _products(vectors: Float[Tensor, "B H G T Dv"], cells: _Cells) -> Float[Tensor, "B H G T C c"]:
+def _among(
+    share: Float[Tensor, "B H G T c C"], others: Float[Tensor, "B H G T c C"], inner: Tensor
+) -> Float[Tensor, "B H C"]:
+    """sum over queries, heads and pairs of neighbours of share * others * inner for each chunk."""
+    pairs = [(share[..., place, None, :] * others).sum(3) for place in range(share.shape[4])]
+    return (torch.stack(pairs, 3) * inner).sum((2, 3, 4))
+
+
+def _products(vectors: Float[Tensor, "B H G T Dv"], cells: _Cells) -> Float[Tensor, "B H G T c C"]:
     """Inner products with every cell's value; the heads of a group read the same values."""
     products = vectors.flatten(2, 3) @ cells.values.flatten(2, 3).mT
-    return products.unflatten(2, vectors.shape[2:4]).unflatten(-1, (-1, cells.chunk))
+    return products.unflatten(2, vectors.shape[2:4]).unflatten(-1, (cells.chunk, -1))
 
 
 def _unlike_reserve(
     cells: _Cells,
-    mass: Float[Tensor, "B H G C c"],
-    reserve: Bool[Tensor, "B H C c"],
+    mass: Float[Tensor, "B H G c C"],
+    reserve: Bool[Tensor, "B H c C"],
     inner: Tensor,
     gram: Tensor | None,
 ) -> Float[Tensor, "B H G C"]:
@@ -307,10 +310,10 @@ def _unlike_reserve(
     What tokens say is the mean of their values by `mass`, the attention that each receives in all.
     """
     least = torch.finfo(mass.dtype).tiny
-    shares = mass / mass.sum(-1, keepdim=True).clamp(min=least)
+    shares = mass / mass.sum(-2, keepdim=True).clamp(min=least)
     kept = mass.masked_fill(~reserve[:, :, None], 0.0).flatten(3)
     anchor = (kept / kept.sum(-1, keepdim=True).clamp(min=least)) @ cells.values.flatten(2, 3)
     turned = anchor[..., None, :] if gram is None else anchor[..., None, :] @ gram[:, 0]
-    own = (shares[..., None] * shares[..., None, :] * inner[:, :, 0]).sum((-1, -2))
-    toward = (shares * _products(turned, cells)[:, :, :, 0]).sum(-1)
+    own = (shares[..., None, :] * shares[..., None, :, :] * inner[:, :, 0]).sum((3, 4))
+    toward = (shares * _products(turned, cells)[:, :, :, 0]).sum(-2)
     return (own - 2 * toward + (turned[..., 0, :] * anchor).sum(-1, keepdim=True)).clamp(min=0.0)
