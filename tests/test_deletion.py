@@ -139,6 +139,7 @@ def test_tiles_change_nothing(form, monkeypatch):
     case = Case(gaps())
     in_one = case.cost(4, **form)
     monkeypatch.setattr(deletion, "_QUERY_TILE", 160)
+    monkeypatch.setattr(deletion, "_LEAST_QUERIES", 1)
     monkeypatch.setattr(deletion, "_SLOT_TILE", 200)
     assert torch.allclose(case.cost(4, **form), in_one, rtol=1e-12)
 

@@ -1,8 +1,8 @@
 """What the attention output loses with a few neighbouring tokens, in closed form.
 
 B sequences, H KV heads, G query heads per KV head, N slots, T queries, D head size, E hidden size, C chunks of c
-neighbours each. All first neighbours lie side by side, then all second ones: so that what is summed over queries or over
-a chunk is summed along rows.
+neighbours each. All first neighbours lie side by side, then all second ones, so that sums over queries and over a chunk
+are sums of rows.
 
 A query gives the weights a to the tokens it sees and reads o. Without the tokens j of a chunk the weights of the others
 grow, and it reads o + d:
@@ -22,9 +22,12 @@ from torch import Tensor
 
 from ..slots import EMPTY, Slots
 
-# numbers in an array over queries and slots, and in one over slots and head size: 64 and 16 MiB in fp32
-_QUERY_TILE = 2**24
+# numbers in an array over queries and slots, which should stay in a processor's cache, and in one over slots and head
+# size: 4 and 16 MiB in fp32
+_QUERY_TILE = 2**20
 _SLOT_TILE = 2**22
+# queries at least, so that few products are small
+_LEAST_QUERIES = 8
 
 
 class Projection:
@@ -174,7 +177,8 @@ class _Cells:
 
 def _tiles(asked: Asked, cells: _Cells) -> list[Asked]:
     rows = asked.queries.shape[1] * cells.positions.shape[-1]
-    size = max(1, _QUERY_TILE // rows)
+    num_tiles = math.ceil(len(asked.positions[0]) / max(_LEAST_QUERIES, _QUERY_TILE // rows))
+    size = math.ceil(len(asked.positions[0]) / num_tiles)
     return [
         Asked(*parts)
         for parts in zip(
@@ -288,8 +292,14 @@ def _among(
     share: Float[Tensor, "B H G T c C"], others: Float[Tensor, "B H G T c C"], inner: Tensor
 ) -> Float[Tensor, "B H C"]:
     """sum over queries, heads and pairs of neighbours of share * others * inner for each chunk."""
-    pairs = [(share[..., place, None, :] * others).sum(3) for place in range(share.shape[4])]
-    return (torch.stack(pairs, 3) * inner).sum((2, 3, 4))
+    total = share.new_zeros(())
+    for place in range(share.shape[4]):
+        # among the same shares each pair of two neighbours is met once and counts twice
+        first = place if others is share else 0
+        pairs = (share[..., place, None, :] * others[..., first:, :]).sum(3)
+        worth = (pairs * inner[:, :, :, place, first:]).sum(2)
+        total = total + (2 * worth.sum(2) - worth[:, :, 0] if others is share else worth.sum(2))
+    return total
 
 
 def _products(vectors: Float[Tensor, "B H G T Dv"], cells: _Cells) -> Float[Tensor, "B H G T c C"]:
