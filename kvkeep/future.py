@@ -24,10 +24,13 @@ class Importance(NamedTuple):
     Attributes:
         max: of a group's query heads the largest for each query.
         heads: of each query head of the group.
+        square: the largest squared: a token that one query reads alone outweighs one that many read a little of, as
+            it does in what outputs lose with it (`policies.deletion`).
     """
 
     max: Float[Tensor, "B H S"]
     heads: Float[Tensor, "B H G S"]
+    square: Float[Tensor, "B H S"]
 
     @property
     def mean(self) -> Float[Tensor, "B H S"]:
@@ -79,7 +82,7 @@ def future_importance(
     window = _checked(at, keys.shape[2], delay, horizon)
     B, HG = queries.shape[:2]
     H, S = keys.shape[1:3]
-    total = Importance(*(keys.new_zeros(B, H, *each, S, dtype=torch.float32) for each in ((), (HG // H,))))
+    total = Importance(*(keys.new_zeros(B, H, *each, S, dtype=torch.float32) for each in ((), (HG // H,), ())))
     for tile in _tiles(queries, at, scale, keys):
         _add(total, tile, keys, window)
     return total
@@ -198,7 +201,9 @@ def _count(total: Importance, tile: _Tile, weights: Tensor, start: int, window: 
         grouped[..., late - start :].masked_fill_(_between(tile, late, stop) < window.delay, 0)
     if early > start:
         grouped[..., : early - start].masked_fill_(_between(tile, start, early) >= window.horizon, 0)
-    total.max[..., start:stop] += grouped.amax(2).sum(2)
+    largest = grouped.amax(2)
+    total.max[..., start:stop] += largest.sum(2)
+    total.square[..., start:stop] += largest.square_().sum(2)
     total.heads[..., start:stop] += grouped.sum(3)
 
 

@@ -19,7 +19,7 @@ from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile
 from .policies.kvp import GLANCE, agents_file, glimpses_of
 from .team import Team
-from .trace import AGGREGATIONS, Trace, TraceIndex
+from .trace import Trace, TraceIndex, refuse_unknown
 from .train import Learner, Progress, Recipe, train
 from .training_data import Data
 
@@ -37,7 +37,8 @@ class Ranked:
         objective: "exact" (the expected cost itself) or "sampled" (the paper's policy gradient).
         draws: rankings drawn of each prompt (sampled).
         against: random tokens that each token is compared with in a step (exact); 0 compares with all.
-        group: which of a KV head's query heads count: "max" or "mean" of them for each future query.
+        group: what of a KV head's query heads counts: "max" or "mean" of them for each future query, or the "square" of
+            the largest.
         futures: "mean" or "max" over several futures of a prompt.
         sinks, recent: tokens at the start and end that are always kept, and so not ranked.
 
@@ -56,8 +57,7 @@ class Ranked:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
-        if self.group not in AGGREGATIONS or self.futures not in AGGREGATIONS:
-            raise ValueError(f"group and futures are each max or mean, got {self.group!r} and {self.futures!r}")
+        refuse_unknown(self.group, self.futures)
         if self.draws < 2:
             raise ValueError(f"a leave-one-out baseline needs at least 2 draws, got {self.draws}")
         if min(self.against, self.sinks, self.recent) < 0:

@@ -144,6 +144,7 @@ class Recorder:
             values=self._stacked(held.values for held in slots).bfloat16(),
             importance_max=torch.stack([future.importance.max for future in futures]),
             importance_mean=torch.stack([future.importance.mean for future in futures]),
+            importance_square=torch.stack([future.importance.square for future in futures]),
             worths=worths,
             later=later,
         )

@@ -23,9 +23,11 @@ from .saving import refuse_newer, whole_file
 
 FORMAT = 1
 AGGREGATIONS = ("max", "mean")
+# how the attention of a KV head's query heads becomes importance
+GROUPS = (*AGGREGATIONS, "square")
 
 _INDEX = "index.json"
-_WORTH, _LATER = "worth.", "later"
+_WORTH, _LATER, _SQUARE = "worth.", "later", "importance_square"
 # more than a file's header takes without worths, and than each worth adds to it
 _HEADER_BYTES, _ENTRY_BYTES = 1536, 160
 
@@ -73,6 +75,7 @@ class Trace:
         worths: what policies that read queries say right after the prompt, by name.
         later: mean attention of each query head from those of the prompt's own tokens that are at least the recording's
             delay behind (`TraceIndex.settings`); None where it was not recorded.
+        importance_square: as `importance_max`, each query's attention squared; None in older traces.
     """
 
     key: str
@@ -86,6 +89,7 @@ class Trace:
     importance_mean: Float32[Tensor, "F L H n"]
     worths: Mapping[str, Float32[Tensor, "L H n"]] = field(default_factory=dict)
     later: Float32[Tensor, "L H G n"] | None = None
+    importance_square: Float32[Tensor, "F L H n"] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,16 +104,28 @@ class Trace:
         """Attention that each prompt token gets from the future.
 
         Args:
-            group: "max" or "mean" of the query heads of a KV head, for each query before the sum over queries.
+            group: "max" or "mean" of the query heads of a KV head, for each query before the sum over queries, or
+                "square", the square of that largest.
             futures: "mean" or "max" of the prompt's futures, after that sum.
 
         Raises:
-            ValueError: for another name.
+            ValueError: for another name, and for squares that were not recorded.
         """
-        if group not in AGGREGATIONS or futures not in AGGREGATIONS:
-            raise ValueError(f"group and futures are each {' or '.join(AGGREGATIONS)}, got {group!r} and {futures!r}")
-        each = self.importance_max if group == "max" else self.importance_mean
+        refuse_unknown(group, futures)
+        each = getattr(self, f"importance_{group}")
+        if each is None:
+            raise ValueError(
+                f"trace {self.key} has no squares, being older; record it again with kvkeep trace, or take group max"
+            )
         return each.mean(0) if futures == "mean" else each.amax(0)
+
+
+def refuse_unknown(group: str, futures: str) -> None:
+    """ValueError for names that `Trace.importance` does not know."""
+    if group not in GROUPS or futures not in AGGREGATIONS:
+        raise ValueError(
+            f"group is {', '.join(GROUPS)} and futures {' or '.join(AGGREGATIONS)}; got {group!r} and {futures!r}"
+        )
 
 
 class Traces:
@@ -224,7 +240,7 @@ def add_prompts(index: TraceIndex, keys: Iterable[str]) -> TraceIndex:
 def write_trace(folder: Path, trace: Trace) -> None:
     """Write one prompt's file."""
     tensors = {name: getattr(trace, name) for name in _TENSORS}
-    tensors |= {} if trace.later is None else {_LATER: trace.later}
+    tensors |= {name: getattr(trace, name) for name in _OPTIONAL if getattr(trace, name) is not None}
     tensors |= {_WORTH + name: worth for name, worth in trace.worths.items()}
     state = {name: getattr(trace, name) for name in ("key", "source", "split", "num_tokens", "future_lengths")}
     header = {"kvkeep": "trace", "version": str(FORMAT), "state": json.dumps(state)}
@@ -250,12 +266,13 @@ def trace_bytes(
         policies: worths that are recorded.
         later: query heads of a KV head whose later attention is recorded; 0 for none.
     """
-    of_slots = layers * heads * num_tokens * (2 * 2 * head_size + 4 * 2 * futures + 4 * policies + 4 * later)
+    of_slots = layers * heads * num_tokens * (2 * 2 * head_size + 4 * 3 * futures + 4 * policies + 4 * later)
     return of_slots + 4 * (num_tokens + futures * longest) + _HEADER_BYTES + _ENTRY_BYTES * (policies + bool(later))
 
 
+_OPTIONAL = (_LATER, _SQUARE)
 _TENSORS = tuple(
-    entry.name for entry in fields(Trace) if entry.name not in ("key", "source", "split", "worths", _LATER)
+    entry.name for entry in fields(Trace) if entry.name not in ("key", "source", "split", "worths", *_OPTIONAL)
 )
 
 
@@ -280,7 +297,8 @@ def _read(path: Path) -> Trace:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     worths = {name.removeprefix(_WORTH): tensors.pop(name) for name in list(tensors) if name.startswith(_WORTH)}
     named = {name: state[name] for name in ("key", "source", "split")}
-    return Trace(**named, worths=worths, later=tensors.get(_LATER), **{name: tensors[name] for name in _TENSORS})
+    optional = {name: tensors.get(name) for name in _OPTIONAL}
+    return Trace(**named, worths=worths, **optional, **{name: tensors[name] for name in _TENSORS})
 
 
 def _opened(path: Path) -> Any:

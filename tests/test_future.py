@@ -73,6 +73,8 @@ def test_importance_of_equal_keys_by_hand():
     expected = torch.tensor([[[7 / 12, 7 / 12, 7 / 12, 1 / 4]]])
     torch.testing.assert_close(importance.max, expected)
     torch.testing.assert_close(importance.mean, expected)
+    squared = 1 / 9 + 1 / 16
+    torch.testing.assert_close(importance.square, torch.tensor([[[squared, squared, squared, 1 / 16]]]))
 
 
 def test_the_largest_head_is_taken_for_each_query_before_the_sum():

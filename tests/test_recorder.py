@@ -34,15 +34,15 @@ GREEDY = Branch(tokens(0), 6)
 BOTH = Branch(tokens(4, seed=2), 5)
 
 
-def dense_importance(model, token_ids: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Of the first n tokens for all queries behind them, from the whole maps: `[L, H, n]` by largest and mean head."""
+def dense_importance(model, token_ids: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the first n tokens for all queries behind them, from the whole maps: largest head, mean, largest squared."""
     eager = deepcopy(model)
     eager.set_attn_implementation("eager")
     with torch.no_grad():
         maps = eager(input_ids=token_ids, output_attentions=True).attentions
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     weights = torch.stack([one[0].unflatten(0, (-1, group)) for one in maps])[..., n:, :n]
-    return weights.amax(2).sum(-2), weights.mean(2).sum(-2)
+    return weights.amax(2).sum(-2), weights.mean(2).sum(-2), weights.amax(2).square().sum(-2)
 
 
 def whole(trace: Trace, number: int) -> Tensor:
@@ -55,9 +55,10 @@ def test_importance_is_that_of_the_dense_maps(tiny, family):
     model = tiny(family)
     trace = Recorder(model).record(prompt(GIVEN, GREEDY, BOTH))
     for number in range(3):
-        largest, mean = dense_importance(model, whole(trace, number), N)
+        largest, mean, square = dense_importance(model, whole(trace, number), N)
         torch.testing.assert_close(trace.importance_max[number], largest, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(trace.importance_mean[number], mean, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(trace.importance_square[number], square, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -90,7 +91,7 @@ def test_layers_with_a_window_are_left_out_and_forget_nothing_between_futures(ti
     trace = recorder.record(prompt(GREEDY, GIVEN, BOTH))
     assert recorder.layers == full and trace.keys.shape[0] == len(full)
     for number in range(3):
-        largest, _ = dense_importance(model, whole(trace, number), N)
+        largest, *_ = dense_importance(model, whole(trace, number), N)
         torch.testing.assert_close(trace.importance_max[number], largest[full], atol=1e-5, rtol=1e-4)
 
 

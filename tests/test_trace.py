@@ -42,6 +42,7 @@ def example(key: str, *, n: int = 9, source: str = "chat", split: str = "train")
         importance_mean=draw(2, L, H, n),
         worths={"tova": draw(L, H, n)},
         later=draw(L, H, 2, n) if key == "b" else None,
+        importance_square=draw(2, L, H, n) if key == "b" else None,
     )
 
 
@@ -69,6 +70,7 @@ def test_traces_come_back_as_they_were_written(folder):
         assert torch.equal(getattr(found, name), getattr(written, name)), name
     assert torch.equal(found.worths["tova"], written.worths["tova"])
     assert torch.equal(found.later, written.later) and read[0].later is None
+    assert torch.equal(found.importance_square, written.importance_square) and read[0].importance_square is None
     assert (found.source, found.split, found.num_tokens) == ("niah_multikey_1/after", "test", 12)
     assert found.future_lengths == [3, 1]
     assert read.fingerprint == {"type": "tiny"}
@@ -88,8 +90,15 @@ def test_several_futures_are_joined_by_mean_or_maximum(folder):
     assert torch.equal(trace.importance("mean"), (first + second) / 2)
     assert torch.equal(trace.importance("mean", "max"), torch.maximum(first, second))
     assert torch.equal(trace.importance(), trace.importance_max.mean(0))
-    with pytest.raises(ValueError, match="max or mean, got 'sum' and 'mean'"):
+    with pytest.raises(ValueError, match="group is max, mean, square and futures max or mean; got 'sum' and 'mean'"):
         trace.importance("sum")
+
+
+def test_squares_are_another_importance_and_older_traces_have_none(folder):
+    old, new = Traces(folder)[0], Traces(folder)[1]
+    assert torch.equal(new.importance("square", "max"), new.importance_square.amax(0))
+    with pytest.raises(ValueError, match="trace a has no squares, being older; record it again"):
+        old.importance("square")
 
 
 def test_splits_and_sources_are_chosen_and_a_choice_of_nothing_says_what_there_is(folder):

@@ -23,7 +23,7 @@ from kvkeep.trace import Trace, Traces, read_index, trace_bytes, trace_path
 from kvkeep.tracing import Share, Tracing
 
 TESTS = Path(__file__).parent
-TENSORS = ("token_ids", "future_ids", "keys", "values", "importance_max", "importance_mean")
+TENSORS = ("token_ids", "future_ids", "keys", "values", "importance_max", "importance_mean", "importance_square")
 
 
 @pytest.fixture(scope="module")

@@ -58,14 +58,15 @@ def future_importance(
     scale: float,
     delay: int = 0,
     horizon: int | None = None,
-) -> tuple[Float[Tensor, "B H S"], Float[Tensor, "B H G S"]]:
+) -> tuple[Float[Tensor, "B H S"], Float[Tensor, "B H G S"], Float[Tensor, "B H S"]]:
     """Attention each key gets from queries at least `delay` and less than `horizon` behind it, summed over queries.
 
-    The first takes the largest of a group's query heads for each query, the second is that of each of them.
+    The first takes the largest of a group's query heads for each query, the second is that of each of them, the third
+    the largest squared.
     """
     B, H, S, _ = keys.shape
     positions = torch.arange(S)
     weights = attention_map(queries, keys, positions.expand(B, H, S), query_positions, scale)
     behind = query_positions[:, None, None, :, None] - positions
     counted = weights * (behind >= delay) * (behind < (S if horizon is None else horizon))
-    return counted.amax(2).sum(2), counted.sum(3)
+    return counted.amax(2).sum(2), counted.sum(3), counted.amax(2).square().sum(2)

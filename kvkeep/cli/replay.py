@@ -18,7 +18,7 @@ def replay(
     split: Annotated[str | None, typer.Option(help="Only train, validation or test prompts.")] = None,
     sources: Sources = [],
     by_source: Annotated[bool, typer.Option("--by-source", help="A table for each source of prompts too.")] = False,
-    group: Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")] = "max",
+    group: Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them, or square.")] = "max",
     futures: Annotated[str, typer.Option(help="Several futures of a prompt: mean or max of them.")] = "mean",
     sinks: Annotated[int, typer.Option(min=0, help="First tokens that always stay.")] = 4,
     recent: Annotated[int, typer.Option(min=0, help="Last tokens that always stay.")] = 16,

@@ -56,7 +56,9 @@ def kvp(
     objective: Annotated[str, typer.Option(help="exact, or sampled as in the paper.")] = "exact",
     draws: Annotated[int, typer.Option(help="Rankings drawn of a prompt (sampled).")] = 8,
     against: Annotated[int, typer.Option(help="Tokens each is compared with in a step (exact); 0 is all.")] = 128,
-    group: Group = "max",
+    group: Annotated[
+        str, typer.Option(help="Query heads of a KV head: max or mean of them, or the square of the largest.")
+    ] = "max",
     futures: Annotated[str, typer.Option(help="Several futures of a prompt: mean or max of them.")] = "mean",
     sinks: Annotated[int, typer.Option(help="First tokens that are always kept, so not ranked.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept, so not ranked.")] = 16,
