@@ -297,7 +297,7 @@ def _read(path: Path) -> Trace:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     worths = {name.removeprefix(_WORTH): tensors.pop(name) for name in list(tensors) if name.startswith(_WORTH)}
     named = {name: state[name] for name in ("key", "source", "split")}
-    optional = {name: tensors.get(name) for name in _OPTIONAL}
+    optional: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL}
     return Trace(**named, worths=worths, **optional, **{name: tensors[name] for name in _TENSORS})
 
 
