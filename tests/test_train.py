@@ -151,6 +151,14 @@ def test_the_protected_tokens_are_left_out_of_the_ranking(traces, tmp_path):
     assert int(example.length) == 50
 
 
+def test_agents_may_learn_what_squared_attention_calls_important(traces):
+    trace = planted("t0", 50)
+    example = KVPLearner(INDEX, [trace], Ranked(group="square")).example(trace)
+    assert torch.equal(example.importance[1], trace.importance_square[0, 0, 1, 4:-16])
+    with pytest.raises(ValueError, match="has no squares, being older"):
+        KVPLearner(INDEX, [replace(trace, importance_square=None)], Ranked(group="square"))
+
+
 def test_the_learning_rate_rises_and_falls():
     recipe = Recipe(steps=100, warmup=10, lr=1.0, lr_end=0.1)
     rates = [recipe.rate(step) for step in range(101)]
