@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .frequencies import rotation_frequencies
-from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
+from .losses import draw_orders, expected_cost_ratio, joined, reward, sampled_loss
 from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile
 from .policies.kvp import GLANCE, agents_file, glimpses_of
@@ -40,6 +40,8 @@ class Ranked:
         group: what of a KV head's query heads counts: "max" or "mean" of them for each future query, or the "square" of
             the largest.
         futures: "mean" or "max" over several futures of a prompt.
+        squares: how much the cost by squared attention counts beside that cost, each relative to its best. Squared, a
+            token that one query reads alone, as when an answer copies it, outweighs many that are always read a little.
         sinks, recent: tokens at the start and end that are always kept, and so not ranked.
 
     Raises:
@@ -51,6 +53,7 @@ class Ranked:
     against: int = 128
     group: str = "max"
     futures: str = "mean"
+    squares: float = 1.0
     sinks: int = 4
     recent: int = 16
 
@@ -60,8 +63,8 @@ class Ranked:
         refuse_unknown(self.group, self.futures)
         if self.draws < 2:
             raise ValueError(f"a leave-one-out baseline needs at least 2 draws, got {self.draws}")
-        if min(self.against, self.sinks, self.recent) < 0:
-            raise ValueError(f"against, sinks and recent cannot be negative, got {self}")
+        if min(self.against, self.squares, self.sinks, self.recent) < 0:
+            raise ValueError(f"against, squares, sinks and recent cannot be negative, got {self}")
 
     def check(self, trace: Trace) -> None:
         """ValueError for a prompt with nothing to rank between its sinks and its recent tokens."""
@@ -143,14 +146,17 @@ class KVPLearner(Learner):
         def agents(array: Tensor) -> Tensor:
             return array.flatten(0, 1)[:, ranked].to(self.device)
 
-        importance = trace.importance(settings.group, settings.futures)
+        importance = agents(trace.importance(settings.group, settings.futures))
+        if settings.squares:
+            square = agents(trace.importance("square", settings.futures))
+            importance = joined(importance, square, settings.squares)
         positions = torch.arange(n, dtype=torch.int32).expand(len(self.names), -1)[:, ranked].to(self.device)
         length = torch.tensor(n, device=self.device)
         received, glance = None, self.network.shape.glance
         if glance:
             names = glimpses_of(glance)
             received = torch.stack([agents(_glimpsed(trace, names[last])) for last in (glance, 1)], dim=-1)
-        return Example(agents(trace.keys), agents(trace.values), positions, length, received, agents(importance))
+        return Example(agents(trace.keys), agents(trace.values), positions, length, received, importance)
 
     def loss(self, network: nn.Module, trace: Trace, generator: torch.Generator) -> Float[Tensor, " A"]:
         example = self.example(trace)

@@ -115,7 +115,7 @@ class Trace:
         each = getattr(self, f"importance_{group}")
         if each is None:
             raise ValueError(
-                f"trace {self.key} has no squares, being older; record it again with kvkeep trace, or take group max"
+                f"trace {self.key} has no squares, being older; record it again, or do without (squares=0, --squares 0)"
             )
         return each.mean(0) if futures == "mean" else each.amax(0)
 

@@ -57,7 +57,7 @@ def planted(
         values=torch.randn(L, H, n, D, generator=generator).bfloat16(),
         importance_max=read[None].clone() if by_reading else worth[None],
         importance_mean=worth[None] / 2,
-        importance_square=worth[None].square(),
+        importance_square=read[None].clone() if by_reading else worth[None].clone(),
         # attention of the newest 32 queries, and of the last, which says nothing
         worths=dict(
             zip(glimpses_of(GLANCE).values(), (read, torch.rand(read.shape, generator=generator)), strict=True)

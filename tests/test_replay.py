@@ -217,7 +217,9 @@ def test_policies_that_traces_cannot_answer_for_are_refused(tmp_path, real, embe
     with pytest.raises(ValueError, match="was made with a model whose"):
         Replay(policies=["kvp"]).run(other)
     part = {name: getattr(real[0], name)[:, [1]] for name in ("keys", "values")}
-    part |= {name: getattr(real[0], name)[:, :, [1]] for name in ("importance_max", "importance_mean")}
+    part |= {
+        name: getattr(real[0], name)[:, :, [1]] for name in ("importance_max", "importance_mean", "importance_square")
+    }
     one_head = replace(real[0], **part, worths={name: worth[:, [1]] for name, worth in real[0].worths.items()})
     index = replace(real.index, heads=[1], prompts=[])
     with pytest.raises(ValueError, match=r"'kvp' was made for all KV heads, and .* holds heads \[1\] alone"):
