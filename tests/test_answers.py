@@ -139,6 +139,15 @@ def test_what_each_cache_held_is_measured_behind_the_prompt(tiny):
     assert evicted.cache_bytes == alone.report().bytes < full.full_bytes / 3
 
 
+def test_tokens_held_as_codes_are_kept(tiny):
+    model = tiny("llama")
+    (answer,) = together(model, [KVCache(model, policy="tiered(h2o)", budget=40)])
+    alone = KVCache(model, policy="tiered(h2o)", budget=40)
+    fill(model, alone)
+    report = alone.report()
+    assert report.coded > 0 and answer.kept == report.kept + report.coded
+
+
 def test_an_oracle_without_a_future_is_refused(tiny):
     with pytest.raises(ValueError, match="needs the future"):
         answer_together(

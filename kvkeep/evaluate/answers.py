@@ -151,11 +151,11 @@ def _decode(
 def sizes_of(member: KVCache) -> dict[str, Any]:
     """What a cache holds now, as samples and rows call it.
 
-    `kept` is tokens per KV head, `cache_bytes` are measured, `full_bytes` is what transformers' own cache would hold;
-    bytes are of one sequence, where a cache holds several.
+    `kept` is tokens per KV head, in full precision or as codes, `cache_bytes` are measured, `full_bytes` is what
+    transformers' own cache would hold; bytes are of one sequence, where a cache holds several.
     """
     report, each = member.report(), sequences_of(member)
-    return {"kept": report.kept, "cache_bytes": report.bytes // each, "full_bytes": _stock_bytes(member)}
+    return {"kept": report.kept + report.coded, "cache_bytes": report.bytes // each, "full_bytes": _stock_bytes(member)}
 
 
 def _stock_bytes(member: KVCache) -> int:
