@@ -64,6 +64,11 @@ class CacheReport:
         return sum(layer.coded for layer in self.layers) / len(self.layers)
 
     @property
+    def held(self) -> float:
+        """Mean tokens held per KV head and layer, in full precision or as codes."""
+        return self.kept + self.coded
+
+    @property
     def bytes_by_array(self) -> dict[str, int]:
         total: Counter[str] = Counter()
         for layer in self.layers:

@@ -18,7 +18,7 @@ from .chat import prompt_ids
 from .evaluate.answers import until_end
 from .evaluate.rows import Row, summarise
 from .evaluate.run import serves
-from .evaluate.speed import STOCK, Arm, Prompt, decode, held_bytes, median_interval
+from .evaluate.speed import STOCK, Arm, Prompt, decode, held_bytes, held_tokens, median_interval
 from .evaluate.tasks import Fact, demo_document
 from .group import CacheGroup
 from .model import attach, cache_argument, end_tokens
@@ -78,7 +78,7 @@ def ask(
     for arm, cache, answer in zip([STOCK, *arms], [stock, *members], answers, strict=True):
         prompts[arm] = Prompt(cache, cache.get_seq_length(), answer[None, -1:])
         output = tokenizer.decode(until_end(answer.tolist(), end_tokens(model)), skip_special_tokens=True).strip()
-        sizes = {"kept": _kept(cache), "cache_bytes": held_bytes(cache), "full_bytes": held_bytes(stock)}
+        sizes = {"kept": held_tokens(cache), "cache_bytes": held_bytes(cache), "full_bytes": held_bytes(stock)}
         records.append({**naming, **arm.names, **sizes, "prompt_tokens": input_ids.shape[1], **_judged(output, fact)})
     return Asked(records, prompts)
 
@@ -95,10 +95,6 @@ def _greedy(
         logits = model(tokens[-1], **argument).logits
         tokens.append(logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(tokens, dim=1)
-
-
-def _kept(cache: Cache) -> float:
-    return cache.report().kept if isinstance(cache, KVCache) else float(cache.get_seq_length())
 
 
 def _judged(output: str, fact: Fact) -> dict[str, Any]:

@@ -20,8 +20,8 @@ ROUNDS = 5
 READING = """\
 full is transformers' own cache and attention; the others answer the same
 prompts, each from its own cache. right: the answer contains the planted
-fact. kept: tokens per KV head in full precision; tiered(kvp) reads more of
-them from codes of 2 bits. MiB: measured from storages, everything included.
+fact. kept: tokens per KV head, which tiered(kvp) holds as codes of 2 bits for
+the most part. MiB: measured from storages, everything included.
 tokens/s: a single sequence, each cache alone, median of {rounds} rounds.\
 """
 

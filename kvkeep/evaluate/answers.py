@@ -155,7 +155,7 @@ def sizes_of(member: KVCache) -> dict[str, Any]:
     transformers' own cache would hold; bytes are of one sequence, where a cache holds several.
     """
     report, each = member.report(), sequences_of(member)
-    return {"kept": report.kept + report.coded, "cache_bytes": report.bytes // each, "full_bytes": _stock_bytes(member)}
+    return {"kept": report.held, "cache_bytes": report.bytes // each, "full_bytes": _stock_bytes(member)}
 
 
 def _stock_bytes(member: KVCache) -> int:

@@ -228,7 +228,12 @@ def _note(measured: Measured, cache: Cache, seconds: float) -> None:
     # storages only grow while decoding, so the end is the peak
     measured.held_bytes = held_bytes(cache)
     measured.read_bytes = read_bytes(cache)
-    measured.kept = cache.report().kept if isinstance(cache, KVCache) else float(cache.get_seq_length())
+    measured.kept = held_tokens(cache)
+
+
+def held_tokens(cache: Cache) -> float:
+    """Mean tokens per KV head and layer, in full precision or as codes."""
+    return cache.report().held if isinstance(cache, KVCache) else float(cache.get_seq_length())
 
 
 def held_bytes(cache: Cache) -> int:
