@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .frequencies import rotation_frequencies
-from .losses import draw_orders, expected_cost_ratio, joined, reward, sampled_loss
+from .losses import draw_orders, expected_cost_ratio, reward, sampled_loss
 from .policies.agents import Agents, AgentShape, make_agents
 from .policies.files import PolicyFile
 from .policies.kvp import GLANCE, agents_file, glimpses_of
@@ -40,8 +40,8 @@ class Ranked:
         group: what of a KV head's query heads counts: "max" or "mean" of them for each future query, or the "square" of
             the largest.
         futures: "mean" or "max" over several futures of a prompt.
-        squares: how much the cost by squared attention counts beside that cost, each relative to its best. Squared, a
-            token that one query reads alone, as when an answer copies it, outweighs many that are always read a little.
+        squares: how much squared attention counts beside attention. By it, a token that one query reads alone, as when an
+            answer copies it, outweighs one that many queries read a little.
         sinks, recent: tokens at the start and end that are always kept, and so not ranked.
 
     Raises:
@@ -53,7 +53,7 @@ class Ranked:
     against: int = 128
     group: str = "max"
     futures: str = "mean"
-    squares: float = 1.0
+    squares: float = 2.0
     sinks: int = 4
     recent: int = 16
 
@@ -148,8 +148,7 @@ class KVPLearner(Learner):
 
         importance = agents(trace.importance(settings.group, settings.futures))
         if settings.squares:
-            square = agents(trace.importance("square", settings.futures))
-            importance = joined(importance, square, settings.squares)
+            importance = importance + settings.squares * agents(trace.importance("square", settings.futures))
         positions = torch.arange(n, dtype=torch.int32).expand(len(self.names), -1)[:, ranked].to(self.device)
         length = torch.tensor(n, device=self.device)
         received, glance = None, self.network.shape.glance

@@ -44,18 +44,6 @@ def best_cost(importance: Float[Tensor, "*A n"]) -> Float[Tensor, "*A"]:
     return ranking_cost(importance, importance.argsort(dim=-1, descending=True))
 
 
-def joined(importance: Float[Tensor, "*A n"], other: Float[Tensor, "*A n"], weight: float) -> Float[Tensor, "*A n"]:
-    """Importance by which any ranking costs what it costs by both, each relative to its own best ranking's cost.
-
-    Args:
-        weight: of the other's cost.
-    """
-    parts = (
-        worth / _at_least(best_cost(worth), _LEAST_COST * worth.sum(-1))[..., None] for worth in (importance, other)
-    )
-    return torch.add(*parts, alpha=weight)
-
-
 def reward(importance: Float[Tensor, "A n"], order: Int[Tensor, "*K A n"]) -> Float[Tensor, "*K A"]:
     """Minus the cost relative to the best ranking's: -1 is the best there is."""
     cost = ranking_cost(importance.expand(order.shape), order)

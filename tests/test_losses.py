@@ -14,7 +14,6 @@ from kvkeep.losses import (
     draw_orders,
     expected_cost,
     expected_cost_ratio,
-    joined,
     log_probability,
     ranking_cost,
     reward,
@@ -51,24 +50,6 @@ def gradient(loss: Tensor, scores: Tensor) -> Tensor:
 
 
 # costs
-
-
-def test_joined_importance_costs_any_ranking_what_it_costs_by_both():
-    scores, importance = case()
-    other = case(seed=1)[1] * torch.tensor([[1e-3], [1.0], [1e3]])
-    both = joined(importance, other, 0.5)
-    orders = every_order(5, A=3)
-    separate = ranking_cost(importance.expand(orders.shape), orders) / best_cost(importance)
-    separate = separate + 0.5 * ranking_cost(other.expand(orders.shape), orders) / best_cost(other)
-    torch.testing.assert_close(ranking_cost(both.expand(orders.shape), orders), separate)
-    expected = expected_cost_ratio(scores, importance) + 0.5 * expected_cost_ratio(scores, other)
-    torch.testing.assert_close(expected_cost(scores, both), expected)
-
-
-def test_nothing_is_joined_with_importance_that_is_all_zero():
-    _, importance = case()
-    nothing = torch.zeros_like(importance)
-    assert torch.equal(joined(importance, nothing, 1.0), joined(importance, nothing, 0.0))
 
 
 def test_the_cost_of_a_ranking_is_what_all_budgets_evict_added_up():

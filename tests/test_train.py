@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import app
 from kvkeep.learners import KVPLearner, Ranked, train_kvp
-from kvkeep.losses import joined
 from kvkeep.policies import KVP
 from kvkeep.policies.kvp import GLANCE
 from kvkeep.train import Recipe, train
@@ -160,7 +159,7 @@ def test_agents_may_learn_what_squared_attention_calls_important(traces):
     alone = KVPLearner(INDEX, [trace], Ranked(group="square", squares=0.0)).example(trace)
     assert torch.equal(alone.importance[1], trace.importance_square[0, 0, 1, 4:-16])
     beside, plain = (KVPLearner(INDEX, [trace], Ranked(squares=weight)).example(trace) for weight in (0.5, 0.0))
-    assert torch.equal(beside.importance, joined(plain.importance, alone.importance, 0.5))
+    assert torch.equal(beside.importance, plain.importance + 0.5 * alone.importance)
     with pytest.raises(ValueError, match="has no squares, being older; record it again, or do without"):
         KVPLearner(INDEX, [replace(trace, importance_square=None)], Ranked())
 
