@@ -40,8 +40,8 @@ class Ranked:
         group: what of a KV head's query heads counts: "max" or "mean" of them for each future query, or the "square" of
             the largest.
         futures: "mean" or "max" over several futures of a prompt.
-        squares: how much squared attention counts beside attention: a token that one query reads alone, as when an answer
-            copies it, then outweighs one that many queries read a little.
+        squares: how much squared attention counts beside attention: a token that one query reads alone, as when an
+            answer copies it, then outweighs one that many queries read a little.
         sinks, recent: tokens at the start and end that are always kept, and so not ranked.
 
     Raises:
