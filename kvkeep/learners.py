@@ -53,7 +53,7 @@ class Ranked:
     against: int = 128
     group: str = "max"
     futures: str = "mean"
-    squares: float = 2.0
+    squares: float = 0.0
     sinks: int = 4
     recent: int = 16
 

@@ -114,9 +114,7 @@ class Trace:
         refuse_unknown(group, futures)
         each = getattr(self, f"importance_{group}")
         if each is None:
-            raise ValueError(
-                f"trace {self.key} has no squares, being older; record it again, or do without (squares=0, --squares 0)"
-            )
+            raise ValueError(f"trace {self.key} has no squares, being older; record it again, or learn without them")
         return each.mean(0) if futures == "mean" else each.amax(0)
 
 

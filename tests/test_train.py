@@ -146,7 +146,7 @@ def test_agents_trained_together_are_what_each_is_alone(traces, tmp_path):
 
 def test_the_protected_tokens_are_left_out_of_the_ranking(traces, tmp_path):
     trace = planted("t0", 50)
-    example = KVPLearner(INDEX, [trace], Ranked(squares=0.0, sinks=3, recent=7)).example(trace)
+    example = KVPLearner(INDEX, [trace], Ranked(sinks=3, recent=7)).example(trace)
     assert example.positions[0].tolist() == list(range(3, 43))
     assert torch.equal(example.keys[2], trace.keys[1, 0, 3:43])
     assert torch.equal(example.importance[1], trace.importance()[0, 1, 3:43])
@@ -156,12 +156,12 @@ def test_the_protected_tokens_are_left_out_of_the_ranking(traces, tmp_path):
 def test_agents_may_learn_what_squared_attention_calls_important(traces):
     trace = planted("t0", 50)
     trace = replace(trace, importance_square=trace.importance_max.square())
-    alone = KVPLearner(INDEX, [trace], Ranked(group="square", squares=0.0)).example(trace)
+    alone = KVPLearner(INDEX, [trace], Ranked(group="square")).example(trace)
     assert torch.equal(alone.importance[1], trace.importance_square[0, 0, 1, 4:-16])
     beside, plain = (KVPLearner(INDEX, [trace], Ranked(squares=weight)).example(trace) for weight in (0.5, 0.0))
     assert torch.equal(beside.importance, plain.importance + 0.5 * alone.importance)
-    with pytest.raises(ValueError, match="has no squares, being older; record it again, or do without"):
-        KVPLearner(INDEX, [replace(trace, importance_square=None)], Ranked())
+    with pytest.raises(ValueError, match="has no squares, being older; record it again, or learn without them"):
+        KVPLearner(INDEX, [replace(trace, importance_square=None)], Ranked(squares=0.5))
 
 
 def test_the_learning_rate_rises_and_falls():

@@ -59,7 +59,7 @@ def kvp(
     group: Annotated[
         str, typer.Option(help="Query heads of a KV head: max or mean of them, or the square of the largest.")
     ] = "max",
-    squares: Annotated[float, typer.Option(help="Weight of squared attention beside attention; the paper's 0.")] = 2.0,
+    squares: Annotated[float, typer.Option(help="Weight of squared attention beside attention.")] = 0.0,
     futures: Annotated[str, typer.Option(help="Several futures of a prompt: mean or max of them.")] = "mean",
     sinks: Annotated[int, typer.Option(help="First tokens that are always kept, so not ranked.")] = 4,
     recent: Annotated[int, typer.Option(help="Last tokens that are always kept, so not ranked.")] = 16,
