@@ -27,7 +27,7 @@ AGGREGATIONS = ("max", "mean")
 GROUPS = (*AGGREGATIONS, "square")
 
 _INDEX = "index.json"
-_WORTH, _LATER, _SQUARE = "worth.", "later", "importance_square"
+_WORTH = "worth."
 # more than a file's header takes without worths, and than each worth adds to it
 _HEADER_BYTES, _ENTRY_BYTES = 1536, 160
 
@@ -268,7 +268,8 @@ def trace_bytes(
     return of_slots + 4 * (num_tokens + futures * longest) + _HEADER_BYTES + _ENTRY_BYTES * (policies + bool(later))
 
 
-_OPTIONAL = (_LATER, _SQUARE)
+# what a recording may lack
+_OPTIONAL = ("later", "importance_square")
 _TENSORS = tuple(
     entry.name for entry in fields(Trace) if entry.name not in ("key", "source", "split", "worths", *_OPTIONAL)
 )

@@ -30,7 +30,6 @@ Every = Annotated[int, typer.Option(help="Steps between two validations.")]
 Patience = Annotated[int, typer.Option(help="Stop after so many validations without a gain; 0 never does.")]
 Seed = Annotated[int, typer.Option(help="Of first weights, prompts and draws.")]
 ValidationShare = Annotated[float, typer.Option(help="Share to validate on, if no prompts were recorded for it.")]
-Group = Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")]
 TurnBack = Annotated[bool, typer.Option(help="Turn keys back from the model's rotation; else read them as cached.")]
 
 app = typer.Typer(
@@ -147,7 +146,7 @@ def kvpop(
     ] = ["0.25", "0.125"],
     window: Annotated[int, typer.Option(help="Recent tokens that always stay: the traces' --delay.")] = 64,
     sinks: Annotated[int, typer.Option(help="First tokens that always stay.")] = 4,
-    group: Group = "max",
+    group: Annotated[str, typer.Option(help="Query heads of a KV head: max or mean of them.")] = "max",
     pairs: Annotated[int, typer.Option(help="Pairs at the cutoff, a step and share.")] = 512,
     architecture: Annotated[
         str, typer.Option(help="mlp (the token alone), memory (as in the paper) or both.")

@@ -177,8 +177,9 @@ class _Cells:
 
 def _tiles(asked: Asked, cells: _Cells) -> list[Asked]:
     rows = asked.queries.shape[1] * cells.positions.shape[-1]
-    num_tiles = math.ceil(len(asked.positions[0]) / max(_LEAST_QUERIES, _QUERY_TILE // rows))
-    size = math.ceil(len(asked.positions[0]) / num_tiles)
+    num_queries = asked.queries.shape[2]
+    num_tiles = math.ceil(num_queries / max(_LEAST_QUERIES, _QUERY_TILE // rows))
+    size = math.ceil(num_queries / num_tiles)
     return [
         Asked(*parts)
         for parts in zip(
