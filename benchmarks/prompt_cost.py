@@ -94,6 +94,13 @@ def look_ahead_bytes(model: Any, prompt: torch.Tensor, policy: str, budget: int)
     return found
 
 
+def time_row(arm: str, rounds: Sequence[dict[str, float]], common: dict[str, Any]) -> Row:
+    """The median over the rounds so far of what ``arm`` adds."""
+    extra = {"plain_prompt_s": median(measured["plain"] for measured in rounds), "clock": "process"}
+    shares = [measured[arm] for measured in rounds]
+    return median_row("time_added_to_the_prompt", shares, {"policy": arm, "extra": extra, **common})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -113,17 +120,14 @@ def main() -> None:
         held = look_ahead_bytes(model, prompt, arm, options.budget)
         rows.append(Row(metric="look_ahead_bytes", value=held["own"], n=1, policy=arm, extra=held, **common))
         print(f"{arm}: {held['own']} bytes of keys and values beside {held['prompt']}, {held['queries']} of queries")
-    write_rows(options.out / "rows.jsonl", rows)
-    rounds = [one_round(model, prompt, options.budget, options.policy) for _ in range(options.rounds)]
-    plain = median(measured["plain"] for measured in rounds)
-    common["extra"] = {"plain_prompt_s": plain, "clock": "process"}
-    for arm in options.policy:
-        shares = [measured[arm] for measured in rounds]
-        rows.append(median_row("time_added_to_the_prompt", shares, {"policy": arm, **common}))
-        row = rows[-1]
+    rounds: list[dict[str, float]] = []
+    for _ in range(options.rounds):
+        rounds.append(one_round(model, prompt, options.budget, options.policy))
+        times = [time_row(arm, rounds, common) for arm in options.policy]
+        write_rows(options.out / "rows.jsonl", [*rows, *times])
+    for row in times:
         bounds = "" if row.low is None else f" [{row.low:.1%}, {row.high:.1%}]"
-        print(f"{arm}: adds {row.value:.1%}{bounds} to {plain:.1f} s")
-    write_rows(options.out / "rows.jsonl", rows)
+        print(f"{row.policy}: adds {row.value:.1%}{bounds} to {row.extra['plain_prompt_s']:.1f} s")
 
 
 if __name__ == "__main__":

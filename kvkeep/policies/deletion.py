@@ -224,7 +224,7 @@ def _hide(logits: Float[Tensor, "B H G T cC"], cells: _Cells, at: Int[Tensor, "B
 
 def _inner(values: Float[Tensor, "B H c C Dv"], gram: Tensor | None) -> Float[Tensor, "B H S G c c C"]:
     """Inner products of the projected values of each chunk, for every pair of query heads that `gram` has."""
-    values = values.transpose(2, 3)
+    values = values.transpose(2, 3).contiguous()
     (B, H, _, chunk, size), pairs = values.shape, (1, 1) if gram is None else gram.shape[1:3]
     # all pairs side by side: one product a KV head, whose rows are the chunks' again
     beside = None if gram is None else gram.permute(0, 3, 1, 2, 4).flatten(2)
@@ -281,11 +281,10 @@ def _energy(
         # a roll by nothing is a copy all the same
         others, theirs, read = (x.roll(-shift, 2) if shift else x for x in (share, sums, reading.output))
         turned = read if gram is None else read @ gram[:, shift].mT
-        # summed over queries and heads before values come in: tokens x head size is less than queries x tokens
-        toward = (share * theirs[..., None, :]).flatten(4).flatten(2, 3).mT @ turned.flatten(2, 3)
-        toward = (toward.unflatten(2, (cells.chunk, -1)) * cells.values).sum((2, -1))
+        toward = _products(turned, cells).mul_(share).sum(-2)
         lengths = (turned * reading.output).sum(-1, keepdim=True)
-        total = total + _among(share, others, inner[:, :, shift]) - 2 * toward + (theirs * sums * lengths).sum((2, 3))
+        apart = theirs * (sums * lengths - 2 * toward)
+        total = total + _among(share, others, inner[:, :, shift]) + apart.sum((2, 3))
     return total
 
 
