@@ -260,7 +260,7 @@ class Slots:
         if index.shape[2:] == (1,):
             # one slot a head: here an index for every number is the fastest
             return array.gather(2, _each_number(index, array.shape[3:]))
-        return array[_whole_slots(index)]
+        return _slots_of(array, index)
 
     def _write(self, index: Int[Tensor, "B H M"], arrays: dict[str, Tensor]) -> None:
         """Overwrite whole slots of keys and values, in place."""
@@ -281,11 +281,21 @@ class Slots:
         return torch.where(self.occupied, -1, order).amax(-1)
 
 
-def _whole_slots(index: Int[Tensor, "B H ..."]) -> tuple[Tensor, Tensor, Tensor]:
-    """An index of rows of D numbers: for many slots far faster on a CPU than one for every number."""
-    rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
+def _slots_of(array: Tensor, index: Int[Tensor, "B H ..."]) -> Tensor:
+    """Slots `index` of an array of whole slots, copied row by row, far faster on a CPU than number by number."""
+    if not index.numel():
+        return array.new_empty(*index.shape, *array.shape[3:])
+    size = array.shape[3:].numel()
+    if not array[0, 0, 0].is_contiguous() or any(step % size for step in array.stride()[:3]):
+        array = array.contiguous()
+    # sequences, heads and slots may lie in any order, and with room between them
+    row, head, slot = (step // size for step in array.stride()[:3])
+    reach = sum((length - 1) * step for length, step in zip(array.shape[:3], (row, head, slot), strict=True))
+    slots = array.as_strided((reach + 1, *array.shape[3:]), (size, *array.stride()[3:]))
     last = [1] * (index.ndim - 2)
-    return rows.view(-1, 1, *last), heads.view(-1, *last), index
+    rows, heads = (torch.arange(count, device=index.device) for count in index.shape[:2])
+    places = (rows * row).view(-1, 1, *last) + (heads * head).view(-1, *last) + index * slot
+    return slots.index_select(0, places.flatten()).view(*index.shape, *array.shape[3:])
 
 
 def _each_number(index: Int[Tensor, "B H M"], size: torch.Size) -> Int[Tensor, "B H M ..."]:

@@ -303,3 +303,27 @@ def test_several_tokens_are_taken_back_one_by_one():
     for snapshot in reversed(taken):
         slots.restore(snapshot)
     assert all(torch.equal(array, before[name]) for name, array in slots.state().items())
+
+
+LAYOUTS = {
+    "as it is": lambda array: array,
+    "tokens before heads": lambda array: array.transpose(1, 2).contiguous().transpose(1, 2),
+    "room behind": lambda array: torch.cat([array, array], 2)[:, :, : array.shape[2]],
+    "room before": lambda array: torch.cat([array, array], 2)[:, :, array.shape[2] :],
+    "part of a wider array": lambda array: torch.cat([array, array], -1)[..., array.shape[-1] :],
+    "numbers apart": lambda array: torch.stack([array, array], -1)[..., 1],
+    "heads alike": lambda array: array[:, :1].expand_as(array),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_slots", [0, 1, 5])
+def test_slots_are_taken_out_of_arrays_in_any_layout(layout, num_slots):
+    generator = torch.Generator().manual_seed(0)
+    keys = LAYOUTS[layout](torch.randn(2, 3, 7, D, generator=generator))
+    values = LAYOUTS[layout](torch.randn(2, 3, 7, DV, generator=generator))
+    index = torch.randint(7, (2, 3, num_slots), generator=generator)
+    taken = Slots(keys, values, torch.zeros(2, 3, 7, dtype=torch.int32)).tokens(index)
+    for found, array in zip(taken, (keys, values), strict=True):
+        each = index[..., None].expand(*index.shape, array.shape[-1])
+        assert torch.equal(found, array.gather(2, each))
