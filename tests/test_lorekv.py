@@ -392,11 +392,27 @@ def worth_by(objective: str, seen: Observation, asked: Asked, projection: Projec
     ).float()
 
 
-def test_a_sequence_within_its_budget_is_judged_in_a_batch_as_it_is_alone(tiny):
+@pytest.mark.parametrize(("objective", "asked"), [("projected", 32 + 2 * 3), ("response", 2 * 3)])
+def test_the_response_side_alone_asks_no_query_of_the_prompt(tiny, monkeypatch, objective, asked):
+    found = []
+
+    def counted(slots: Slots, queries: Asked, *args, **options) -> Tensor:
+        found.append(queries.queries.shape[2])
+        return deletion_cost(slots, queries, *args, **options)
+
+    monkeypatch.setattr("kvkeep.policies.lorekv.deletion_cost", counted)
+    model = tiny("llama")
+    policy = LoreKV(surplus=1, objective=objective, futures=2, steps=3)
+    kvkeep.prefill(model, tokens(90), KVCache(model, policy=policy, budget=BUDGET))
+    assert found == [asked] * len(model.model.layers)
+
+
+@pytest.mark.parametrize("objective", ["projected", "response"])
+def test_a_sequence_within_its_budget_is_judged_in_a_batch_as_it_is_alone(tiny, objective):
     model, short, long = tiny("llama"), tokens(30), tokens(90, 1)
     batch, mask = torch.zeros(2, 90, dtype=torch.long), torch.ones(2, 90, dtype=torch.long)
     batch[0, 60:], batch[1], mask[0, :60] = short[0], long[0], 0
-    together, alone = cache_for(model), cache_for(model)
+    together, alone = (cache_for(model, objective=objective) for _ in range(2))
     kvkeep.prefill(model, batch, together, attention_mask=mask)
     kvkeep.prefill(model, short, alone)
     for one, both in zip(alone.managed, together.managed, strict=True):

@@ -105,11 +105,11 @@ class LoreKV(Policy):
         """The worth of all tokens up to the newest query; what older queries found fades as the window moves on."""
         window, futures = self._window(seen), seen.futures
         fresh = window.weights.sum(1)[:, None, None]
+        end = window.positions.amax(1)
         if futures is not None and self.objective == "response":
             fresh = torch.ones_like(fresh)
-            window = window._replace(weights=torch.where(futures.weights.any(1, keepdim=True), 0, window.weights))
-        end = window.positions.amax(1)
-        asked = window if futures is None else _joined(window, futures, self.weight)
+            window = _where_nothing_follows(window, futures)
+        asked = window if futures is None else _joined(window, futures, end, self.weight)
         cost = self._cost(seen, asked, end)
         side, known = seen.slots.side("lorekv"), seen.slots.positions <= asked.positions.amax(1)[:, None, None]
         side.copy_(torch.where(known, side * (1 - fresh) + cost, side))
@@ -155,10 +155,17 @@ class LoreKV(Policy):
         return Asked(queries, at, (at >= 0) / full)
 
 
-def _joined(window: Asked, futures: Futures, weight: float) -> Asked:
-    """The window's queries and those of the futures."""
-    end = window.positions.amax(1, keepdim=True)
-    at = end.expand_as(futures.weights) if futures.positions is None else futures.positions
+def _where_nothing_follows(window: Asked, futures: Futures) -> Asked:
+    """The window's queries, which count where no future was looked at; none of them if there is no such sequence."""
+    followed = futures.weights.any(1, keepdim=True)
+    if bool(followed.all()):
+        return Asked(window.queries[:, :, :0], window.positions[:, :0], window.weights[:, :0])
+    return window._replace(weights=torch.where(followed, 0, window.weights))
+
+
+def _joined(window: Asked, futures: Futures, end: Int[Tensor, " B"], weight: float) -> Asked:
+    """The window's queries, and those of the futures behind the prompt that ends at `end`."""
+    at = end[:, None].expand_as(futures.weights) if futures.positions is None else futures.positions
     return Asked(
         torch.cat([window.queries, futures.queries], 2),
         torch.cat([window.positions, at], 1),
