@@ -47,7 +47,8 @@ def main() -> None:
     arms = sorted(set(right) & set(mass))
     pairs = np.array([(mass[arm].value, right[arm]) for arm in arms])
     draws = np.random.default_rng(0).integers(len(arms), size=(RESAMPLES, len(arms)))
-    drawn = [rank_correlation(*pairs[rows].T) for rows in draws if len(np.unique(pairs[rows], axis=0)) > 2]
+    # arms that are all alike in one of the two correlate with nothing
+    drawn = [rank_correlation(*pairs[rows].T) for rows in draws if np.ptp(pairs[rows], axis=0).all()]
     low, high = np.quantile(drawn, (0.025, 0.975))
     row = Row(
         metric="rank_correlation_of_kept_future_and_accuracy",

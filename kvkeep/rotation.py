@@ -15,11 +15,11 @@ Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def rotate(x: Float[Tensor, "*S D"], cos: Float[Tensor, "*C R"], sin: Float[Tensor, "*C R"]) -> Float[Tensor, "*S D"]:
     """Rotary embedding of the first R dimensions of `x`, halves paired; the others pass."""
-    size = cos.shape[-1]
-    turned, rest = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1)
+    size, half = cos.shape[-1], cos.shape[-1] // 2
+    turned = x[..., :size] * cos
+    turned[..., :half].addcmul_(x[..., half:size], sin[..., :half], value=-1)
+    turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
 
 
 def unrotate(x: Float[Tensor, "*S D"], cos: Float[Tensor, "*C R"], sin: Float[Tensor, "*C R"]) -> Float[Tensor, "*S D"]:
@@ -50,7 +50,8 @@ class RotaryTable:
     def at(self, positions: Int[Tensor, "*S"]) -> tuple[Float[Tensor, "*S R"], Float[Tensor, "*S R"]]:
         """Cosines and sines of `positions`, which must not be negative."""
         cos, sin = self.upto(int(positions.amax()) + 1 if positions.numel() else 1, positions.device)
-        return cos[positions], sin[positions]
+        rows, shape = positions.flatten(), positions.shape
+        return cos.index_select(0, rows).unflatten(0, shape), sin.index_select(0, rows).unflatten(0, shape)
 
     def upto(self, length: int, device: torch.device) -> tuple[Float[Tensor, "S R"], Float[Tensor, "S R"]]:
         """The whole tables, which cover at least `length` positions."""

@@ -13,10 +13,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..slots import EMPTY
+
 # rows of a tile times slots: 2^22 fp32 logits a head are 16 MiB
 _TILE_LOGITS = 2**22
 # sums over logits pass over a tile several times: an eighth of it stays within a processor's cache
 _SUM_TILES = 8
+_NEVER = torch.iinfo(torch.int32).max
 
 
 def attend(
@@ -127,7 +130,8 @@ class AttentionMass:
         G = HG // H
         keys = self._keys.float().transpose(-1, -2)
         total = keys.new_zeros(B, H, N)
-        earliest = self._positions.amin((0, 1))
+        earliest, latest = self._positions.amin((0, 1)), self._positions.amax((0, 1))
+        latest = latest.masked_fill(earliest == EMPTY, _NEVER)
         counts = query_weights(query_positions, decay=decay)
         tile = _tile(_SUM_TILES * G, N)
         grouped = queries.reshape(B, H, G, T, D)
@@ -138,7 +142,8 @@ class AttentionMass:
             # packed: broadcasting the keys over the group would copy them for every tile
             packed = (rows.float() * self._scale).reshape(B, H, -1, D)
             logits = (packed @ keys[..., :reach]).view(B, H, G, -1, reach)
-            logits.masked_fill_(~visible(self._positions[..., :reach], at)[:, :, None], -torch.inf)
+            seen = min(reach, _seen_by_all(latest, at))
+            logits[..., seen:].masked_fill_(~visible(self._positions[..., seen:reach], at)[:, :, None], -torch.inf)
             share = (count / G)[:, None, None].expand(B, 1, G, -1)
             weights = _weights(logits, more, power).view(B, H, -1, reach)
             total[..., :reach] += (share.reshape(B, 1, 1, -1) @ weights)[:, :, 0]
@@ -168,6 +173,14 @@ def visible(positions: Int[Tensor, "B H N"], query_positions: Int[Tensor, "B t"]
     slots = positions[:, :, None, :]
     # a padding query sees everything: its row must be finite and is read by nobody
     return ((slots >= 0) & (slots <= at)) | (at < 0)
+
+
+def _seen_by_all(latest: Int[Tensor, " N"], query_positions: Int[Tensor, "B t"]) -> int:
+    """Slots before the first that some query may not see, given each slot's latest position in any head."""
+    # padding sees everything
+    first = query_positions.masked_fill(query_positions == EMPTY, _NEVER).amin()
+    hidden = latest > first
+    return int(hidden.int().argmax()) if bool(hidden.any()) else len(hidden)
 
 
 def _reach(earliest: Int[Tensor, " N"], query_positions: Int[Tensor, "B t"]) -> int:

@@ -171,7 +171,8 @@ class Compact(Agents):
         dtype = _arithmetic(keys)
         # an autocast around the model must not round the scores
         with torch.autocast(keys.device.type, enabled=False):
-            seen = self._inputs(keys, values, positions, lengths, received, dtype=dtype) - self.centre[rows].to(dtype)
+            seen = self._inputs(keys, values, positions, lengths, received, dtype=dtype)
+            seen.sub_(self.centre[rows].to(dtype))
             # the spread goes into the weights, which are far smaller than the inputs
             first = self.first[rows] / self.spread[rows].mT
             hidden = silu(linear(seen, first, self.first_bias[rows]))
@@ -196,7 +197,11 @@ class Compact(Agents):
     ) -> Float[Tensor, "*B A N F"]:
         places = _places(positions, lengths, self.shape.recent)
         parts = (self._in_sight(keys, positions, lengths), values, places, *self._glanced(received, lengths))
-        return torch.cat([part.to(dtype) for part in parts], dim=-1)
+        sizes = [part.shape[-1] for part in parts]
+        inputs = torch.empty(*keys.shape[:-1], sum(sizes), dtype=dtype, device=keys.device)
+        for part, room in zip(parts, inputs.split(sizes, dim=-1), strict=True):
+            room.copy_(part)
+        return inputs
 
 
 class Paper(Agents):
