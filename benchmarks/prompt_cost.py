@@ -10,6 +10,7 @@ than the clock on the wall. A kept look-ahead is compared with an answer as long
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +26,6 @@ from kvkeep.evaluate.tasks import demo_document
 from kvkeep.policies import make_policy
 
 PLAIN = "streaming"
-KEPT = "lorekv(kept=True)"
 ARMS = (
     "knorm",
     "keydiff",
@@ -40,7 +40,8 @@ ARMS = (
     "lorekv",
     "lorekv(steps=32)",
     "lorekv(objective=mass)",
-    KEPT,
+    "lorekv(kept=True)",
+    "lorekv(kept=True,objective=response)",
 )
 AHEAD = ("lorekv(futures=1)", "lorekv", "lorekv(steps=32)")
 
@@ -57,13 +58,20 @@ def one_round(model: Any, prompt: torch.Tensor, budget: int, arms: Sequence[str]
     def read(policy: str) -> float:
         return seconds(lambda: kvkeep.prefill(model, prompt, KVCache(model, policy=policy, budget=budget)))
 
-    def answer(policy: str, limit: int | None) -> float:
-        cache, length = KVCache(model, policy=policy, budget=limit), make_policy(KEPT).steps + 1
-        options = {"max_new_tokens": length, "do_sample": False}
+    def answer(policy: str, limit: int | None, steps: int) -> float:
+        cache = KVCache(model, policy=policy, budget=limit)
+        options = {"max_new_tokens": steps + 1, "do_sample": False}
         return seconds(lambda: kvkeep.generate(model, prompt, cache=cache, **options))
 
+    @cache
+    def full(steps: int) -> float:
+        return answer(PLAIN, None, steps)
+
     def added(arm: str) -> float:
-        return answer(KEPT, budget) - answer(PLAIN, None) if arm == KEPT else read(arm) - plain
+        look = make_policy(arm).look
+        if look is None or not look.keeps:
+            return read(arm) - plain
+        return answer(arm, budget, look.steps) - full(look.steps)
 
     plain = read(PLAIN)
     return {"plain": plain, **{arm: added(arm) / plain for arm in arms}}
