@@ -11,7 +11,7 @@ metric.
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,11 @@ from transformers.cache_utils import Cache
 import kvkeep
 from kvkeep import KVCache
 from kvkeep.corpus import Reading, harvest
-from kvkeep.evaluate.agreement import compare
+from kvkeep.evaluate.agreement import compare, predictions
 from kvkeep.evaluate.rows import manifest, mean_row, write_rows
-from kvkeep.evaluate.texts import begin
 from kvkeep.future import future_importance
-from kvkeep.layer import AttendingLayer
-from kvkeep.model import attach, cache_argument, next_logits
+from kvkeep.layer import StandIn
+from kvkeep.model import attach, next_logits
 from kvkeep.policies import Policy
 from kvkeep.policies.base import Observation
 from kvkeep.target import mean_later, target
@@ -38,12 +37,12 @@ BLOCK = 64
 METRICS = {"kl_to_full": "kl", "top1_agreement": "top1"}
 
 
-class _Notes(AttendingLayer):
+class _Notes(StandIn):
     """Reads on in a layer of a full cache and notes what a whole text's queries pay, as `[H, n]` for each block."""
 
     def __init__(self, layer: Any, delay: int):
-        super().__init__()
-        self.layer, self.delay, self.is_initialized = layer, delay, True
+        super().__init__(layer)
+        self.delay = delay
         self.later, self.blocks = torch.empty(0), torch.empty(0)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
@@ -52,12 +51,6 @@ class _Notes(AttendingLayer):
         parts = zip(starts, queries.split(BLOCK, 2), strict=True)
         self.blocks = torch.stack([future_importance(part, keys, start, scale).max[0] for start, part in parts])
         return self.layer.attend(queries, keys, values, valid, scale)
-
-    def get_seq_length(self) -> int:
-        return self.layer.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.layer.get_mask_sizes(query_length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,15 +88,6 @@ def hindsight(model: Any, tokens: Tensor, window: int, half_lives: Sequence[int]
     return found
 
 
-def read(model: Any, members: Sequence[KVCache], prompt: Tensor, text: Tensor, chunk: int) -> Iterator[Any]:
-    """How each member but the first strays from it, token by token."""
-    group, fed = begin(model, members, prompt, text)
-    for part, right in zip(fed.split(chunk, 1), text.split(chunk, 1), strict=True):
-        logits = model(input_ids=part.repeat(len(members), 1), **{cache_argument(model): group}).logits
-        for one, token in zip(logits.unbind(1), right.unbind(1), strict=True):
-            yield compare(one[:1], one[1:, None], token)
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -136,7 +120,8 @@ def main() -> None:
                 for name in (*options.policy, *known)
                 for budget in options.budget
             }
-            strayed = list(read(model, [KVCache(model), *arms.values()], item.token_ids, text, options.chunk))
+            told = predictions(model, [KVCache(model), *arms.values()], item.token_ids, text, options.chunk)
+            strayed = [compare(one[0], one[1:], token) for one, token in zip(told, text.unbind(1), strict=True)]
         for metric, field in METRICS.items():
             by_arm = torch.stack([getattr(one, field)[:, 0] for one in strayed]).mean(0).tolist()
             for (name, budget), value in zip(arms, by_arm, strict=True):

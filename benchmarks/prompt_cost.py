@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from clock import Clock
 
 import kvkeep
 from kvkeep import KVCache
@@ -46,27 +47,6 @@ ARMS = (
     "lorekv(kept=True,objective=response)",
 )
 AHEAD = ("lorekv(futures=1)", "lorekv", "lorekv(steps=32)")
-
-
-class Clock:
-    """Processor time inside the functions it watches; what one of them does inside another counts once."""
-
-    def __init__(self) -> None:
-        self.seconds, self._depth = 0.0, 0
-
-    def watch(self, owner: Any, name: str) -> None:
-        watched = getattr(owner, name)
-
-        def noting(*args: Any, **options: Any) -> Any:
-            start, self._depth = time.process_time(), self._depth + 1
-            try:
-                return watched(*args, **options)
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.seconds += time.process_time() - start
-
-        setattr(owner, name, noting)
 
 
 def one_round(model: Any, prompt: torch.Tensor, budget: int, arms: Sequence[str], clock: Clock) -> dict[str, float]:
@@ -141,7 +121,8 @@ def main() -> None:
         held = look_ahead_bytes(model, prompt, arm, options.budget)
         rows.append(Row(metric="look_ahead_bytes", value=held["own"], n=1, policy=arm, extra=held, **common))
         print(f"{arm}: {held['own']} bytes of keys and values beside {held['prompt']}, {held['queries']} of queries")
-    clock, rounds = Clock(), []
+    write_rows(options.out / "rows.jsonl", rows)
+    clock, rounds, times = Clock(), [], []
     clock.watch(KVLayer, "settle")
     clock.watch(KVLayer, "finish_answer")
     clock.watch(kvkeep.model, "look_ahead")

@@ -9,44 +9,21 @@ once in some tokens to count in each, policies take turns, and time is the proce
 
 import argparse
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from clock import Clock
 
 import kvkeep
 from kvkeep import KVCache
 from kvkeep.evaluate.rows import manifest, write_rows
 from kvkeep.evaluate.speed import median_row
 from kvkeep.evaluate.tasks import demo_document
-from kvkeep.policies import Observation, Policy, make_policy
+from kvkeep.policies import make_policy
 
 ARMS = ("streaming", "knorm", "keydiff", "tova", "h2o", "snapkv", "kvp", "kvpop_mlp", "kvpop")
 STEPS = 32
-
-
-class Clock:
-    """Processor time that was spent inside a policy."""
-
-    seconds = 0.0
-
-
-def timed(policy: Policy, clock: Clock) -> Policy:
-    """The same policy, which notes its own time."""
-    kind = type(policy)
-
-    def noting(name: str) -> Any:
-        def method(self: Policy, seen: Observation) -> Any:
-            start = time.process_time()
-            result = getattr(kind, name)(self, seen)
-            clock.seconds += time.process_time() - start
-            return result
-
-        return method
-
-    timed_kind = type(kind.__name__, (kind,), {name: noting(name) for name in ("track", "score")})
-    return timed_kind(**{field.name: getattr(policy, field.name) for field in fields(policy)})
 
 
 @torch.inference_mode()
@@ -75,10 +52,13 @@ def main() -> None:
     common = {"length": length, "budget": str(options.budget), **manifest("smollm2", dtype=str(model.dtype))}
     common["extra"] = {"steps": STEPS, "clock": "process"}
     shares: dict[str, list[float]] = {name: [] for name in options.policy}
+    clock = Clock()
+    for kind in {type(make_policy(name)) for name in options.policy}:
+        clock.watch(kind, "track")
+        clock.watch(kind, "score")
     with kvkeep.attach(model):
         for name in [*options.policy] * options.rounds:
-            clock = Clock()
-            cache = KVCache(model, policy=timed(make_policy(name), clock), budget=options.budget)
+            cache = KVCache(model, policy=name, budget=options.budget)
             kvkeep.prefill(model, tokens[:, :length], cache)
             shares[name].append(share(model, cache, clock, tokens[:, length:]))
     rows = [median_row("policy_share_of_a_step", shares[name], {"policy": name, **common}) for name in options.policy]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from .cache import KVCache
-from .layer import AttendingLayer, KVLayer, Plan
+from .layer import KVLayer, Plan, StandIn
 from .policies import Observation, Policy
 
 
@@ -98,11 +98,10 @@ def _window(layer: DynamicSlidingWindowLayer, members: Sequence[int], each: int)
     return window
 
 
-class _GroupLayer(AttendingLayer):
+class _GroupLayer(StandIn):
     def __init__(self, layers: list[KVLayer], plan: Plan):
-        super().__init__()
+        super().__init__(layers[0])
         self.layers, self.plan = layers, plan
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.plan.attached:
@@ -142,12 +141,6 @@ class _GroupLayer(AttendingLayer):
             layer.settle(replace(theirs, attention=seen.attention), show)
         first.settle(seen, show)
         return output
-
-    def get_seq_length(self) -> int:
-        return self.layers[0].get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.layers[0].get_mask_sizes(query_length)
 
 
 class _ShowOnce:

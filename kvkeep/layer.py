@@ -159,6 +159,21 @@ class AttendingLayer(CacheLayerMixin):
         return -1
 
 
+class StandIn(AttendingLayer):
+    """Attends in the place of `layer`, and says of lengths and masks what that one says."""
+
+    def __init__(self, layer: AttendingLayer):
+        super().__init__()
+        self.layer = layer
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self.layer.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.layer.get_mask_sizes(query_length)
+
+
 class KVLayer(AttendingLayer):
     """One full-attention layer's slots under the plan's policy and budget."""
 

@@ -21,7 +21,7 @@ from .cache import KVCache
 from .fingerprint import num_kv_heads
 from .future import Importance, future_importance
 from .group import CacheGroup
-from .layer import AttendingLayer, KVLayer
+from .layer import AttendingLayer, KVLayer, StandIn
 from .model import attach, next_logits
 from .policies import make_policy, spelled
 from .target import mean_later
@@ -219,13 +219,13 @@ class _Tape(Cache):
         super().__init__(layers=layers)
 
 
-class _TapeLayer(AttendingLayer):
+class _TapeLayer(StandIn):
+    layer: KVLayer
+
     def __init__(self, layer: KVLayer):
-        super().__init__()
-        self.layer = layer
+        super().__init__(layer)
         self.queries: list[Tensor] = []
         self.scale = 0.0
-        self.is_initialized = True
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         seen = self.layer.take(queries, keys, values, valid, scale)
@@ -241,12 +241,6 @@ class _TapeLayer(AttendingLayer):
         queries = torch.cat(self.queries, dim=2).unflatten(1, (keys.shape[1], -1))[:, heads].flatten(1, 2)
         found = future_importance(queries, keys[:, heads], num_tokens, self.scale)
         return Importance(*(array[0, ..., :num_tokens] for array in found))
-
-    def get_seq_length(self) -> int:
-        return self.layer.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.layer.get_mask_sizes(query_length)
 
 
 class _Meter(Cache):
@@ -265,21 +259,14 @@ class _Meter(Cache):
         super().__init__(layers=layers)
 
 
-class _MeterLayer(AttendingLayer):
+class _MeterLayer(StandIn):
     def __init__(self, layer: AttendingLayer, index: int, delay: int, later: dict[int, Tensor]):
-        super().__init__()
-        self.layer, self.index, self.delay, self.later = layer, index, delay, later
-        self.is_initialized = True
+        super().__init__(layer)
+        self.index, self.delay, self.later = index, delay, later
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None, scale: float) -> Tensor:
         self.later[self.index] = mean_later(queries, keys, scale, self.delay)
         return self.layer.attend(queries, keys, values, valid, scale)
-
-    def get_seq_length(self) -> int:
-        return self.layer.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.layer.get_mask_sizes(query_length)
 
 
 def _chosen(kind: str, wanted: Sequence[int] | None, there: Sequence[int]) -> list[int]:

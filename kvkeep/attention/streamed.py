@@ -142,7 +142,7 @@ class AttentionMass:
             # packed: broadcasting the keys over the group would copy them for every tile
             packed = (rows.float() * self._scale).reshape(B, H, -1, D)
             logits = (packed @ keys[..., :reach]).view(B, H, G, -1, reach)
-            seen = min(reach, _seen_by_all(latest, at))
+            seen = min(reach, seen_by_all(latest, at))
             logits[..., seen:].masked_fill_(~visible(self._positions[..., seen:reach], at)[:, :, None], -torch.inf)
             share = (count / G)[:, None, None].expand(B, 1, G, -1)
             weights = _weights(logits, more, power).view(B, H, -1, reach)
@@ -175,7 +175,7 @@ def visible(positions: Int[Tensor, "B H N"], query_positions: Int[Tensor, "B t"]
     return ((slots >= 0) & (slots <= at)) | (at < 0)
 
 
-def _seen_by_all(latest: Int[Tensor, " N"], query_positions: Int[Tensor, "B t"]) -> int:
+def seen_by_all(latest: Int[Tensor, " N"], query_positions: Int[Tensor, "B t"]) -> int:
     """Slots before the first that some query may not see, given each slot's latest position in any head."""
     # padding sees everything
     first = query_positions.masked_fill(query_positions == EMPTY, _NEVER).amin()

@@ -173,7 +173,7 @@ class _Session(TextSession):
         if self.masked:
             readings = [self._at_once(cache, prompt, text) for cache in (full, *caches.values())]
         else:
-            readings = [self._together([full, *caches.values()], prompt, text)]
+            readings = [predictions(self.model, [full, *caches.values()], prompt, text, self.chunk)]
         held = {**caches}
         if len(caches) < len(arms):
             readings.append(self._at_once(KVCache(self.model), prompt, text))
@@ -207,15 +207,6 @@ class _Session(TextSession):
             raise ValueError(f"the model answers nothing to {item.source} {item.name}; leave it out, or give a text")
         return torch.cat([given, given.new_tensor([answer.tokens])], dim=1)
 
-    def _together(
-        self, members: Sequence[KVCache], prompt: Int[Tensor, "B P"], text: Int[Tensor, "B T"]
-    ) -> Iterator[Float[Tensor, "M B V"]]:
-        """What each member predicts before each token of the texts; all read them as one batch."""
-        group, tokens = begin(self.model, members, prompt, text)
-        for part in tokens.split(self.chunk, dim=1):
-            logits = self._logits(group, part.repeat(len(members), 1))
-            yield from logits.unflatten(0, (len(members), -1)).unbind(2)
-
     def _at_once(
         self, like: KVCache, prompt: Int[Tensor, "B P"], text: Int[Tensor, "B T"]
     ) -> Iterator[Float[Tensor, "1 B V"]]:
@@ -223,10 +214,21 @@ class _Session(TextSession):
         cache = MaskedCache(self.model, like, prompt.shape[1] - 1)
         next_logits(self.model, cache, input_ids=prompt[:, :-1])
         for part in fed(prompt, text).split(_PIECE, dim=1):
-            yield from self._logits(cache, part)[None].unbind(2)
+            yield from _logits(self.model, cache, part)[None].unbind(2)
 
-    def _logits(self, cache: Cache, tokens: Int[Tensor, "R t"]) -> Float[Tensor, "R t V"]:
-        return self.model(input_ids=tokens, **{cache_argument(self.model): cache}).logits
+
+def predictions(
+    model: PreTrainedModel, members: Sequence[KVCache], prompt: Int[Tensor, "B P"], text: Int[Tensor, "B T"], chunk: int
+) -> Iterator[Float[Tensor, "M B V"]]:
+    """What each member predicts before each token of the texts; all read them as one batch, `chunk` tokens at once."""
+    group, tokens = begin(model, members, prompt, text)
+    for part in tokens.split(chunk, dim=1):
+        logits = _logits(model, group, part.repeat(len(members), 1))
+        yield from logits.unflatten(0, (len(members), -1)).unbind(2)
+
+
+def _logits(model: PreTrainedModel, cache: Cache, tokens: Int[Tensor, "R t"]) -> Float[Tensor, "R t V"]:
+    return model(input_ids=tokens, **{cache_argument(model): cache}).logits
 
 
 def _summed(

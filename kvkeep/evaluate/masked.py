@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..cache import KVCache
-from ..layer import AttendingLayer, KVLayer
+from ..layer import KVLayer, StandIn
 from ..policies import Policy
 
 
@@ -51,11 +51,12 @@ def refuse_unmasked(like: KVCache) -> None:
         raise ValueError(f"a budget in bytes ({like.budget}) has no masked form; give tokens or a share")
 
 
-class _MaskedLayer(AttendingLayer):
+class _MaskedLayer(StandIn):
+    layer: KVLayer
+
     def __init__(self, whole: KVLayer, like: KVLayer, num_prompt: int):
-        super().__init__()
-        self.whole, self.like, self.num_prompt = whole, like, num_prompt
-        self.is_initialized = True
+        super().__init__(whole)
+        self.like, self.num_prompt = like, num_prompt
 
     def attend(
         self,
@@ -65,11 +66,11 @@ class _MaskedLayer(AttendingLayer):
         valid: Tensor | None,
         scale: float,
     ) -> Float[Tensor, "B HG T Dv"]:
-        start, plan = self.whole.seen, self.like.plan
-        seen = self.whole.take(queries, keys, values, valid, scale)
+        start, plan = self.layer.seen, self.like.plan
+        seen = self.layer.take(queries, keys, values, valid, scale)
         if plan.budget.unlimited or start < self.num_prompt:
-            return self.whole.read(queries, seen, scale, stock=False)
-        before = torch.arange(start, self.whole.seen)
+            return self.layer.read(queries, seen, scale, stock=False)
+        before = torch.arange(start, self.layer.seen)
         limits = plan.budget.slots(before, plan.num_layers)[self.like.order]
         visible = plan.policy.visible(seen, limits, plan.budget)
         assert visible is not None
@@ -77,9 +78,3 @@ class _MaskedLayer(AttendingLayer):
         return scaled_dot_product_attention(
             queries, seen.slots.keys, seen.slots.values, mask, scale=scale, enable_gqa=plan.group > 1
         )
-
-    def get_seq_length(self) -> int:
-        return self.whole.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.whole.get_mask_sizes(query_length)

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..attention.streamed import seen_by_all
 from ..slots import EMPTY, Slots
 
 # numbers in an array over queries and slots, which should stay in a processor's cache, and in one over slots and head
@@ -216,8 +217,7 @@ def _hide(logits: Float[Tensor, "B H G T cC"], cells: _Cells, at: Int[Tensor, "B
     reach = at.masked_fill(at == EMPTY, torch.iinfo(at.dtype).max)
     positions = cells.positions.unflatten(-1, (cells.chunk, -1))
     # most chunks come before every query
-    later = (positions > reach.amin()).flatten(0, 2).any(0)
-    start = int(later.int().argmax()) if bool(later.any()) else len(later)
+    start = seen_by_all(positions.amax((0, 1, 2)), at)
     tail = positions[:, :, None, None, :, start:] > reach[:, None, None, :, None, None]
     logits.unflatten(-1, (cells.chunk, -1))[..., start:].masked_fill_(tail, -torch.inf)
 
